@@ -1,0 +1,1 @@
+"""LoGRA (low-rank sketched gradients) reinforcement learning on Megatron-Core."""

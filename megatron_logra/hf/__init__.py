@@ -1,0 +1,1 @@
+"""Hugging Face side: model shapes, one bidirectional table per family, safetensors in and out."""

@@ -1,0 +1,168 @@
+"""The model families this package reads and writes, each as one declarative table.
+
+A family is a list of rules; a rule is one Megatron parameter and the Hugging Face tensors its rows come
+from. Names are relative to a layer (`decoder.layers.{local}.` and `model.layers.{global}.`). Both
+directions, and the row order of synchronisation factors, are derived from the same rule, so they cannot
+drift apart.
+
+A tensor's size is written in these symbols: `hidden`; `q` = heads x head_dim; `kv` = query groups x head_dim;
+`ffn`; `head` = head_dim; `vocab`.
+
+A new family is a `Family(...)` entry in `FAMILIES`: mostly rules shared with the others plus its own
+differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+Parallel = Literal["column", "row", "replicated", "vocab"]
+Layout = Literal["plain", "qkv", "gate_up"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Hugging Face tensor (or a block of its rows) that feeds a Megatron parameter.
+
+    `rows`, `columns` and `skip` are size symbols; `columns` is empty for a vector. `skip` lists the sizes
+    of the blocks that lie before this one in a tensor that Hugging Face itself stores fused.
+    """
+
+    name: str
+    rows: str
+    columns: str = ""
+    skip: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron parameter: where its rows come from and how it is laid out over tensor-parallel ranks.
+
+    `group` is the projection group (relative to the layer) when the parameter is a sketch target, else None.
+    """
+
+    megatron_name: str
+    sources: tuple[Source, ...]
+    parallel: Parallel = "replicated"
+    layout: Layout = "plain"
+    group: str | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One Hugging Face model family.
+
+    `config_defaults` are the values `transformers` takes when a key is absent from config.json.
+    `refused_flags` maps a boolean key of config.json to the reason it is not supported when true.
+    """
+
+    name: str
+    layer_rules: tuple[Rule, ...]
+    outer_rules: tuple[Rule, Rule, Rule]
+    qkv_bias: bool = False
+    qk_layernorm: bool = False
+    config_defaults: Mapping[str, object] = field(default_factory=dict)
+    refused_flags: Mapping[str, str] = field(default_factory=dict)
+
+
+def _norm(megatron_name: str, hf_name: str, size: str = "hidden") -> Rule:
+    return Rule(megatron_name, (Source(hf_name, size),))
+
+
+_QKV = Rule(
+    "self_attention.linear_qkv.weight",
+    (
+        Source("self_attn.q_proj.weight", "q", "hidden"),
+        Source("self_attn.k_proj.weight", "kv", "hidden"),
+        Source("self_attn.v_proj.weight", "kv", "hidden"),
+    ),
+    parallel="column",
+    layout="qkv",
+    group="self_attn.qkv_proj",
+)
+_QKV_BIAS = Rule(
+    "self_attention.linear_qkv.bias",
+    (
+        Source("self_attn.q_proj.bias", "q"),
+        Source("self_attn.k_proj.bias", "kv"),
+        Source("self_attn.v_proj.bias", "kv"),
+    ),
+    parallel="column",
+    layout="qkv",
+)
+_QK_NORMS = (
+    _norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head"),
+    _norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head"),
+)
+_ATTENTION_OUT = Rule(
+    "self_attention.linear_proj.weight",
+    (Source("self_attn.o_proj.weight", "hidden", "q"),),
+    parallel="row",
+    group="self_attn.o_proj",
+)
+_DENSE_MLP = (
+    Rule(
+        "mlp.linear_fc1.weight",
+        (Source("mlp.gate_proj.weight", "ffn", "hidden"), Source("mlp.up_proj.weight", "ffn", "hidden")),
+        parallel="column",
+        layout="gate_up",
+        group="mlp.gate_up_proj",
+    ),
+    Rule(
+        "mlp.linear_fc2.weight",
+        (Source("mlp.down_proj.weight", "hidden", "ffn"),),
+        parallel="row",
+        group="mlp.down_proj",
+    ),
+)
+_INPUT_NORM = _norm("input_layernorm.weight", "input_layernorm.weight")
+_MLP_NORM = _norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
+
+# Embedding, final norm and language-model head, in this order. Names are absolute.
+_OUTER: tuple[Rule, Rule, Rule] = (
+    Rule(
+        "embedding.word_embeddings.weight",
+        (Source("model.embed_tokens.weight", "vocab", "hidden"),),
+        parallel="vocab",
+    ),
+    _norm("decoder.final_layernorm.weight", "model.norm.weight"),
+    Rule("output_layer.weight", (Source("lm_head.weight", "vocab", "hidden"),), parallel="vocab"),
+)
+
+_LLAMA = Family(
+    "llama",
+    layer_rules=(_INPUT_NORM, _QKV, _ATTENTION_OUT, _MLP_NORM, *_DENSE_MLP),
+    outer_rules=_OUTER,
+    config_defaults=MappingProxyType({"max_position_embeddings": 2048}),
+    refused_flags=MappingProxyType(
+        {
+            "attention_bias": "it puts a bias on q_proj, k_proj, v_proj and o_proj",
+            "mlp_bias": "it puts a bias on gate_proj, up_proj and down_proj",
+        }
+    ),
+)
+_QWEN2 = Family(
+    "qwen2",
+    layer_rules=(_INPUT_NORM, _QKV, _QKV_BIAS, _ATTENTION_OUT, _MLP_NORM, *_DENSE_MLP),
+    outer_rules=_OUTER,
+    qkv_bias=True,
+    config_defaults=MappingProxyType({"num_key_value_heads": 32, "max_position_embeddings": 32768}),
+)
+_QWEN3 = Family(
+    "qwen3",
+    layer_rules=(_INPUT_NORM, _QKV, *_QK_NORMS, _ATTENTION_OUT, _MLP_NORM, *_DENSE_MLP),
+    outer_rules=_OUTER,
+    qk_layernorm=True,
+    config_defaults=MappingProxyType(
+        {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}
+    ),
+    refused_flags=MappingProxyType({"attention_bias": "it puts a bias on q_proj, k_proj, v_proj and o_proj"}),
+)
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.name: family for family in (_LLAMA, _QWEN2, _QWEN3)}
+)
+"""Supported families by the `model_type` of config.json."""

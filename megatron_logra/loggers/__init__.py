@@ -1,0 +1,1 @@
+"""Where the metrics of a run go: a table for a person, `metrics.jsonl`, TensorBoard and Weights & Biases."""

@@ -1,0 +1,1 @@
+"""Everything that touches Megatron-Core: its model with our linears, its schedules, its process groups."""

@@ -1,0 +1,77 @@
+"""Starting and ending the training world: backend, Megatron's parallel state, our explicit groups, seeds."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_logra.mcore.cpu import device_for_rank, install_cpu_support
+from megatron_logra.parallel.groups import ParallelGroups
+
+
+def initialize_distributed(*, backend: str | None, timeout_minutes: int) -> torch.device:
+    """Join the world that `torchrun` describes and return this rank's device.
+
+    Without `torchrun` (no `RANK` in the environment) the world has one rank.
+
+    Args:
+        backend: `nccl`, `gloo`, or None for NCCL with CUDA and gloo without.
+        timeout_minutes: how long a collective may wait for a rank before the run is ended.
+    """
+    install_cpu_support()
+    device = device_for_rank(int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+        timeout = timedelta(minutes=timeout_minutes)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def initialize_model_parallel(
+    *,
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    seed: int,
+    create_gloo_process_groups: bool = True,
+) -> ParallelGroups:
+    """Build Megatron's parallel state over the initialised world and return its groups as one value.
+
+    Args:
+        seed: seeds Megatron's random trackers (no target layer draws from them; dropout would).
+        create_gloo_process_groups: Megatron's own flag; False only for the fake backend.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size,
+        pipeline_model_parallel_size,
+        create_gloo_process_groups=create_gloo_process_groups,
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    world = dist.group.WORLD
+    assert world is not None
+    return ParallelGroups(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        mp=parallel_state.get_model_parallel_group(),
+        world=world,
+    )
+
+
+def shutdown_distributed() -> None:
+    """Leave the world; safe to call twice and after a failure."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Random projections and the gradient sketches taken with them."""

@@ -1,0 +1,83 @@
+"""What is known of one sketched weight on one rank, and the phase that all of them are in.
+
+    accumulate   backward adds  S_OR += dY_TO^T P_TR  with  P_TR = X_TI A_RI^T
+    tangent      forward mode carries  dY_TO = ... - P_TR D_OR^T  for the proposed update  W -> W - D A
+    off          an ordinary linear layer
+
+Shapes are local to the rank: `O` rows and `I` columns of its weight shard, `R` sketch rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from megatron_logra.sketch.projection import Projection
+
+Phase = Literal["off", "accumulate", "tangent"]
+Sharding = Literal["column", "row"]
+
+
+class SketchPhase:
+    """The phase shared by all targets of a model; changed only through `during`."""
+
+    def __init__(self) -> None:
+        self.current: Phase = "off"
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Enter `phase` for the body and restore the previous one, whatever happens."""
+        previous, self.current = self.current, phase
+        try:
+            yield
+        finally:
+            self.current = previous
+
+
+@dataclass
+class SketchTarget:
+    """One sketched weight shard.
+
+    Attributes:
+        name: Megatron parameter name within this rank's model.
+        group: projection group name, with the global layer number; it seeds the projection.
+        sharding: `column` when TP splits the rows (outputs), `row` when it splits the columns (inputs).
+        weight: the local shard `[O, I]`, updated in place.
+        columns: columns of the global projection that this shard reads.
+        width: columns of the global projection.
+        rows: rows of the flat sketch buffer.
+        remainder: int16 `[O, I]` second half of the split master, or None when `weight` is its own master.
+        sketch: fp32 view `[O, R]` into the flat buffer; after the optimizer ran it holds the direction `D`.
+        projection: the projection of the current update, this rank's columns.
+    """
+
+    name: str
+    group: str
+    sharding: Sharding
+    weight: Tensor
+    columns: slice
+    width: int
+    phase: SketchPhase
+    rows: slice = field(default_factory=lambda: slice(0, 0))
+    remainder: Tensor | None = None
+    sketch: Tensor | None = None
+    projection: Projection | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Local output rows."""
+        return self.weight.shape[0]
+
+    def require_sketch(self) -> Tensor:
+        """The sketch view; it exists once the flat buffer was built."""
+        assert self.sketch is not None, f"{self.name} has no sketch buffer"
+        return self.sketch
+
+    def require_projection(self) -> Projection:
+        """The current projection; it exists once the optimizer drew one."""
+        assert self.projection is not None, f"{self.name} has no projection"
+        return self.projection

@@ -1,0 +1,1 @@
+"""Policy synchronisation: factor packets, their sender and their receivers."""

@@ -1,0 +1,1 @@
+"""Tests of megatron_logra: `unit/` mirrors the package, `distributed/` runs gloo ranks, `gpu/` needs CUDA."""
