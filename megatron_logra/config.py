@@ -184,6 +184,11 @@ class GRPOConfig:
     grpo_prompts_per_step: int = setting(8, help="prompts of one iteration, over all ranks", unit="prompts")
     grpo_group_size: int = setting(8, help="responses to each prompt", unit="responses")
     grpo_iterations: int = setting(1, help="passes over one batch of rollouts", unit="passes")
+    grpo_skip_zero_advantage: bool = setting(
+        True,
+        help="leave responses whose advantage is 0 out of forward and backward: the update is the same, "
+        "metrics of the training pass are then over the others",
+    )
     grpo_kl_beta: float = setting(0.0, help="weight of the KL to the initial policy in the loss; 0: none")
     grpo_clamp_eps_lower: float = setting(0.2, help="the probability ratio is clipped below 1 minus this")
     grpo_clamp_eps_upper: float = setting(0.2, help="the probability ratio is clipped above 1 plus this")

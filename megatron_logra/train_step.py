@@ -37,18 +37,24 @@ from megatron_logra.rl.batching import (
     split_data_parallel,
 )
 from megatron_logra.rl.losses import grpo_token_loss
+from megatron_logra.rl.selection import select_informative
 from megatron_logra.sketch.target import SketchTarget
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """How responses become a loss; `temperature` is the sampling temperature, which divides the logits."""
+    """How responses become a loss; `temperature` is the sampling temperature, which divides the logits.
+
+    `skip_zero_advantage` leaves out responses that have no gradient (see `rl.selection`), unless the KL to a reference
+    (`kl_beta`) gives them one.
+    """
 
     micro_batch_size: int = 1
     temperature: float = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_beta: float = 0.0
+    skip_zero_advantage: bool = True
 
 
 @dataclass(frozen=True)
@@ -104,8 +110,16 @@ def train_step(
     num_tokens = count_valid_tokens(responses)
     if num_tokens == 0:
         raise ValueError(f"none of the {len(responses)} responses of this update is valid: every reward failed")
-    build = partial(_build_batches, policy, settings.micro_batch_size)
-    batches = build(responses, advantages)
+    trained: Sequence[int] = range(len(responses))
+    if settings.skip_zero_advantage and settings.kl_beta == 0:
+        multiple = policy.groups.dp_size * settings.micro_batch_size
+        trained = select_informative(responses, advantages, multiple=multiple)
+    _, batches = build_own_batches(
+        policy,
+        [responses[index] for index in trained],
+        advantages[list(trained)],
+        micro_batch_size=settings.micro_batch_size,
+    )
     probe_batch = _build_probe(policy, responses, probe)
 
     loss_sums: dict[str, Tensor] = {}
@@ -129,38 +143,32 @@ def train_step(
     return UpdateOutcome(metrics, batches, outputs, loss_sums)
 
 
-def _build_batches(
-    policy: Policy, micro_batch_size: int, responses: Sequence[Response], advantages: Tensor
-) -> list[MicroBatch]:
-    """This data-parallel rank's share of the responses as micro-batches on the device."""
+def build_own_batches(
+    policy: Policy, responses: Sequence[Response], advantages: Tensor, *, micro_batch_size: int | None = None
+) -> tuple[list[int], list[MicroBatch]]:
+    """This data-parallel rank's share: indices into `responses`, and micro-batches of them on the device.
+
+    `micro_batch_size` None puts the whole share into one micro-batch.
+    """
     groups, config = policy.groups, policy.model.config
     own = split_data_parallel(responses, groups.dp_rank, groups.dp_size)
     batches = build_microbatches(
         [responses[index] for index in own],
         advantages[own],
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=micro_batch_size or len(own),
         pad_multiple=groups.tp_size if config.sequence_parallel else 1,
         dtype=torch.float64 if config.params_dtype == torch.float64 else torch.float32,
     )
-    return [batch.to(policy.targets[0].weight.device) for batch in batches]
+    return own, [batch.to(policy.targets[0].weight.device) for batch in batches]
 
 
 def _build_probe(policy: Policy, responses: Sequence[Response], probe: ProbeSettings) -> MicroBatch:
-    """One micro-batch of this rank's first responses; together the ranks probe the first ones of the whole batch."""
-    groups = policy.groups
-    own = split_data_parallel(responses, groups.dp_rank, groups.dp_size)
-    chosen = select_probe_responses(
-        [responses[index] for index in own],
-        num_responses=min(probe.num_responses, len(own)),
-        max_tokens=probe.max_tokens,
-    )
-    (batch,) = build_microbatches(
-        chosen,
-        torch.zeros(len(chosen)),
-        micro_batch_size=len(chosen),
-        pad_multiple=groups.tp_size if policy.model.config.sequence_parallel else 1,
-    )
-    return batch.to(policy.targets[0].weight.device)
+    """This rank's share of the first `num_responses * dp` responses of the batch, cut to the probe's tokens."""
+    size = policy.groups.dp_size
+    first = responses[: min(probe.num_responses * size, len(responses))]
+    chosen = select_probe_responses(first, num_responses=len(first), max_tokens=probe.max_tokens * size)
+    _, (batch,) = build_own_batches(policy, chosen, torch.zeros(len(chosen)))
+    return batch
 
 
 def _token_loss(

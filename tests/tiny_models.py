@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -54,8 +56,39 @@ def make_tiny_model(family: str, *, seed: int = 0, scale: float = 4.0, **overrid
     return model.eval()
 
 
+class Float64Everywhere(TorchFunctionMode):
+    """Makes `transformers` a true fp64 reference: its norms, softmax and angles ask for fp32 whatever the model is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {
+            name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()
+        }
+        return func(*args, **kwargs)
+
+
 def save_tiny_model(folder: Path, family: str, **overrides: object) -> PreTrainedModel:
     """Save a tiny model as a Hugging Face folder and return it."""
     model = make_tiny_model(family, **overrides)  # type: ignore[arg-type]
     model.save_pretrained(folder)
     return model
+
+
+def save_tiny_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer with two special tokens (258 tokens in all) and a chat template, saved into `folder`."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    fast.save_pretrained(folder)

@@ -3,9 +3,6 @@
 `HFReader` knows names, shapes and types from the file headers and reads only the rows and columns asked for.
 `HFWriter` streams tensors to disk as they come (no shard is ever held in memory) into a hidden folder beside
 the target, which takes the target's place in one step at the end.
-
-File format (safetensors): 8 bytes little-endian header length, a JSON header `{name: {dtype, shape,
-data_offsets}}` that may end in spaces, then the tensors without gaps.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import json
-import math
 import os
 import shutil
 import warnings
@@ -30,6 +26,7 @@ from torch import Tensor
 from .atomic import replace_folder, restore_interrupted, sync_folder
 from .config import ModelShape
 from .families import FAMILIES
+from .shard_file import DTYPE_NAMES, ShardFile
 from .table import full_table
 
 SINGLE_FILE = "model.safetensors"
@@ -49,21 +46,7 @@ SIDE_FILES = (
 """Name patterns of the files that belong to a checkpoint beside its weights."""
 _SIDE_FOLDERS = ("additional_chat_templates",)
 
-# Room for the header of a file under construction: about 2,000 tensors; a shard that fills it is closed.
-_HEADER_BYTES = 256 * 1024
-_DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -249,7 +232,7 @@ class HFWriter:
         if self._partial.exists():
             shutil.rmtree(self._partial)
         self._partial.mkdir(parents=True)
-        self._shards: list[_ShardFile] = []
+        self._shards: list[ShardFile] = []
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Append one tensor in its own type; the data is on its way to disk when this returns."""
@@ -257,13 +240,13 @@ class HFWriter:
             raise ValueError(f"tensor {name} is written twice")
         if self._expected_names is not None and name not in self._expected_names:
             raise ValueError(f"tensor {name} does not belong to this checkpoint")
-        if tensor.dtype not in _DTYPE_NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"tensor {name} has type {tensor.dtype}, which cannot be written")
         if not self._shards or not self._shards[-1].fits(name, tensor, self._max_shard_bytes):
             if self._shards:
                 self._shards[-1].close()
             number = len(self._shards) + 1
-            self._shards.append(_ShardFile(self._partial / f"shard-{number:05d}.safetensors"))
+            self._shards.append(ShardFile(self._partial / f"shard-{number:05d}.safetensors"))
         self._shards[-1].append(name, tensor)
 
     def copy_side_files(self, source: str | Path, *, dtype: torch.dtype | None = None) -> None:
@@ -338,61 +321,6 @@ class HFWriter:
         except BaseException:
             self.abort()
             raise
-
-
-class _ShardFile:
-    """One safetensors file under construction: the header's room is kept free and filled in at the end."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries: dict[str, dict[str, object]] = {}
-        self.data_bytes = 0
-        self.num_elements = 0
-        self._header_bytes = len(_encode_header({}))
-        self._file = path.open("wb")
-        self._file.seek(8 + _HEADER_BYTES)
-
-    def fits(self, name: str, tensor: Tensor, max_bytes: float) -> bool:
-        """Whether the tensor may go into this file: size, room in the header, and alignment to its element size."""
-        header = self._header_bytes + len(_encode_header({name: self._entry(tensor)}))
-        return (
-            not self.entries
-            or self.data_bytes + tensor.nbytes <= max_bytes
-            and header <= _HEADER_BYTES
-            and self.data_bytes % tensor.element_size() == 0
-        )
-
-    def append(self, name: str, tensor: Tensor) -> None:
-        entry = self._entry(tensor)
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._file.write(raw.numpy().data)
-        self.entries[name] = entry
-        self.data_bytes += tensor.nbytes
-        self.num_elements += tensor.numel()
-        self._header_bytes += len(_encode_header({name: entry}))
-
-    def close(self) -> None:
-        header = _encode_header(self.entries).ljust(_HEADER_BYTES)
-        self._file.seek(0)
-        self._file.write(_HEADER_BYTES.to_bytes(8, "little") + header)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def discard(self) -> None:
-        self._file.close()
-
-    def _entry(self, tensor: Tensor) -> dict[str, object]:
-        end = self.data_bytes + tensor.nbytes
-        return {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [self.data_bytes, end],
-        }
-
-
-def _encode_header(entries: Mapping[str, Mapping[str, object]]) -> bytes:
-    return json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
 
 
 def _refuse_foreign_folder(folder: Path) -> None:

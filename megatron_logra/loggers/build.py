@@ -20,9 +20,6 @@ class LoggingSettings(Protocol):
     def log_interval(self) -> int: ...
 
     @property
-    def run_name(self) -> str: ...
-
-    @property
     def wandb_project(self) -> str: ...
 
     @property
@@ -38,7 +35,7 @@ class LoggingSettings(Protocol):
 def build_loggers(
     settings: LoggingSettings,
     *,
-    run_dir: Path,
+    run_dir: Path | None,
     rank: int,
     last_step: int | None = None,
     resume_step: int | None = None,
@@ -47,12 +44,14 @@ def build_loggers(
 ) -> LoggerGroup:
     """Open every destination on rank 0; other ranks get a group that does nothing.
 
-    `last_step` is the step that training ends with. `resume_step` and `wandb_run_id` come from the checkpoint that was
+    Without `run_dir` nothing is written to files but what `tensorboard_dir` and wandb ask for. `last_step` is the step that training ends with. `resume_step` and `wandb_run_id` come from the checkpoint that was
     loaded. Raises `OSError` where `run_dir` cannot be written to; TensorBoard and wandb only warn.
     """
     if rank != 0:
         return LoggerGroup()
-    loggers: list[MetricsLogger] = [JsonlLogger(run_dir, resume_step=resume_step)]
+    loggers: list[MetricsLogger] = []
+    if run_dir is not None:
+        loggers.append(JsonlLogger(run_dir, resume_step=resume_step))
     loggers.append(ConsoleLogger(log_interval=settings.log_interval, last_step=last_step))
     if settings.tensorboard_dir:
         loggers.append(TensorBoardLogger(Path(settings.tensorboard_dir), resume_step=resume_step))
@@ -60,8 +59,8 @@ def build_loggers(
     if settings.wandb_project:
         wandb_logger = WandbLogger(
             project=settings.wandb_project,
-            name=settings.wandb_exp_name or settings.run_name,
-            folder=Path(settings.wandb_save_dir or run_dir),
+            name=settings.wandb_exp_name or (run_dir.name if run_dir else ""),
+            folder=Path(settings.wandb_save_dir or run_dir or "wandb"),
             run_config=run_config or {},
             run_id=wandb_run_id,
         )

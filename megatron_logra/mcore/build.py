@@ -16,7 +16,7 @@ from megatron_logra.mcore.logprobs import VocabShard
 from megatron_logra.mcore.model import build_model, build_transformer_config, stage_layers
 from megatron_logra.mcore.policy import Policy
 from megatron_logra.optim.logra import LograOptimizer, LograSettings
-from megatron_logra.optim.split_master import split_fp32
+from megatron_logra.optim.split_master import round_to_bf16, split_fp32
 from megatron_logra.parallel.groups import ParallelGroups
 from megatron_logra.parallel.reductions import sum_over
 from megatron_logra.sketch.buffer import SegmentRows, SketchBuffer
@@ -30,7 +30,8 @@ ReadTensor = Callable[[str, slice, slice], Tensor]
 class PolicySettings:
     """How a policy is laid out and computed; names as in Megatron.
 
-    `split_master` keeps the targets as a bf16 weight with a 16-bit remainder; otherwise the weight is its own master.
+    With bf16 weights `master` says how their fp32 values are kept: `split`, as a 16-bit remainder beside the weight, or
+    `fp32`, as a copy. Wider weights are their own masters.
     `chunk_size` bounds the tokens whose logits exist at once.
     """
 
@@ -41,7 +42,7 @@ class PolicySettings:
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
-    split_master: bool = False
+    master: str = "split"
     chunk_size: int = 1024
 
 
@@ -83,8 +84,10 @@ def build_policy(shape: ModelShape, settings: PolicySettings, groups: ParallelGr
         if parameter.entry.group is None:
             continue
         target = _build_target(parameter, named[parameter.entry.megatron_name], phase)
-        if settings.split_master:
+        if settings.dtype == torch.bfloat16 and settings.master == "split":
             target.remainder = torch.zeros_like(target.weight, dtype=torch.int16)
+        elif settings.dtype == torch.bfloat16:
+            target.master = torch.zeros_like(target.weight, dtype=torch.float32)
         model.get_submodule(target.name.removesuffix(".weight")).bind_target(target)
         targets.append(target)
     return Policy(
@@ -134,12 +137,24 @@ def load_weights_(policy: Policy, read: ReadTensor) -> None:
             parameter.entry, parameter.row_slices, parameter.columns, read, parameter.shape
         )
         target = by_name.get(parameter.entry.megatron_name)
-        if target is not None and target.remainder is not None:
-            high, remainder = split_fp32(local.to(weight.device, torch.float32))
-            weight.copy_(high)
-            target.remainder.copy_(remainder)
+        if target is not None:
+            store_master_(target, local.to(weight.device))
         else:
             weight.copy_(local)
+
+
+@torch.no_grad()
+def store_master_(target: SketchTarget, value: Tensor) -> None:
+    """Set a target to fp32 (or wider) values with every bit its master can keep; the model sees them rounded."""
+    if target.remainder is not None:
+        high, remainder = split_fp32(value.float())
+        target.weight.copy_(high)
+        target.remainder.copy_(remainder)
+    elif target.master is not None:
+        target.master.copy_(value)
+        target.weight.copy_(round_to_bf16(target.master))
+    else:
+        target.weight.copy_(value)
 
 
 def build_optimizer(policy: Policy, settings: LograSettings) -> LograOptimizer:

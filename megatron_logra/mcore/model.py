@@ -141,9 +141,9 @@ def build_model(
         rotary_base=shape.rotary_base,  # type: ignore[arg-type]
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
-    model.rotary_pos_emb.inv_freq = compute_rotary_frequencies(
-        shape, device=model.rotary_pos_emb.inv_freq.device
-    )
+    # Angles are computed in the dtype of the frequencies: fp32, or wider for a wider model.
+    frequencies = compute_rotary_frequencies(shape, device=model.rotary_pos_emb.inv_freq.device)
+    model.rotary_pos_emb.inv_freq = frequencies.to(torch.promote_types(config.params_dtype, torch.float32))
     model.requires_grad_(False)
     if model.pre_process:
         model.embedding.register_forward_hook(_anchor_gradient)

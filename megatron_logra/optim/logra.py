@@ -22,11 +22,14 @@ from torch import Tensor
 
 from megatron_logra.optim.merge import merge_factor_, merge_factor_split_, round_factor
 from megatron_logra.optim.row_adam import compute_row_scale_
+from megatron_logra.optim.split_master import round_to_bf16
 from megatron_logra.sketch.buffer import SketchBuffer
-from megatron_logra.sketch.projection import build_projection
+from megatron_logra.sketch.projection import Projection, build_projection
 from megatron_logra.sketch.target import SketchTarget
 
 Reduce = Callable[[Tensor], Tensor]
+
+_ROUND_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class LograOptimizer:
 
     def draw_projections(self) -> None:
         """Draw this rank's columns of the projection of every group for update number `num_updates`."""
-        drawn: dict[tuple[str, int, int], object] = {}
+        drawn: dict[tuple[str, int, int], Projection] = {}
         for target in self.buffer.targets:
             key = (target.group, target.columns.start, target.columns.stop)
             if key not in drawn:
@@ -101,7 +104,7 @@ class LograOptimizer:
                     distribution=self.settings.distribution,
                     device=target.weight.device,
                 )
-            target.projection = drawn[key]  # type: ignore[assignment]
+            target.projection = drawn[key]
 
     @torch.no_grad()
     def compute_direction_(self) -> UpdateNorms:
@@ -148,11 +151,7 @@ class LograOptimizer:
         for target in self.buffer.targets:
             dtype = torch.float64 if target.weight.dtype == torch.float64 else torch.bfloat16
             factor = round_factor(target.require_sketch(), alpha, self.settings.rank, dtype=dtype)
-            projection = target.require_projection()
-            if target.remainder is None:
-                merge_factor_(target.weight, factor, projection)
-            else:
-                merge_factor_split_(target.weight, target.remainder, factor, projection)
+            _merge_target_(target, factor)
             yield target, factor
 
     def finish_update(self) -> None:
@@ -170,13 +169,24 @@ class LograOptimizer:
 
     def _update_square(self) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.buffer.flat.device)
-        grams: dict[int, Tensor] = {}
         for target in self.buffer.targets:
-            projection, direction_OR = target.require_projection(), target.require_sketch()
-            if id(projection) not in grams:
-                grams = {id(projection): projection.gram()}
-            total += ((direction_OR.t() @ direction_OR).double() * grams[id(projection)]).sum()
+            direction_OR = target.require_sketch()
+            gram_RR = target.require_projection().gram()
+            total += ((direction_OR.t() @ direction_OR).double() * gram_RR).sum()
         return total
+
+
+def _merge_target_(target: SketchTarget, factor_OR: Tensor) -> None:
+    projection = target.require_projection()
+    if target.remainder is not None:
+        merge_factor_split_(target.weight, target.remainder, factor_OR, projection)
+    elif target.master is not None:
+        merge_factor_(target.master, factor_OR, projection)
+        for start in range(0, target.num_rows, _ROUND_ROWS):
+            rows = slice(start, start + _ROUND_ROWS)
+            target.weight[rows] = round_to_bf16(target.master[rows])
+    else:
+        merge_factor_(target.weight, factor_OR, projection)
 
 
 def _norm_dtype(weight: Tensor) -> torch.dtype:

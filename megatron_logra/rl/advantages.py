@@ -32,7 +32,7 @@ def group_advantages(
     num_responses = rewards_BG.shape[1]
     if num_responses < 2:
         raise ValueError(
-            f"grpo_group_size is {num_responses}: an advantage relative to the group needs at least 2 responses"
+            f"grpo_group_size is {num_responses}: a group-relative advantage needs at least 2 responses"
         )
     if valid_BG is None:
         valid_BG = torch.ones_like(rewards_BG, dtype=torch.bool)
@@ -48,7 +48,7 @@ def group_advantages(
 
 
 def response_advantages(responses: Sequence[Response], *, epsilon: float = 1e-6) -> torch.Tensor:
-    """Give the advantage of each response, float64 [len(responses)], in the given order, grouped by ``group``.
+    """Give the advantage of each response, float64 [len(responses)], in their order, grouped by ``group``.
 
     No communication. Raises ``ValueError`` when the groups are not all of one size.
     """

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     print(
-        f"{options.train_data}: {options.train_count} questions; {options.eval_data}: {len(held_out)}, held out"
+        f"{options.train_data}: {options.train_count} questions; {options.eval_data}: {len(held_out)} held out"
     )
 
 

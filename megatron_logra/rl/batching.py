@@ -187,8 +187,8 @@ def compute_padded_length(
         )
     if length % pad_multiple:
         raise ValueError(
-            f"the length {length} is no multiple of pad_multiple {pad_multiple} (tensor_model_parallel_size under "
-            f"sequence parallelism): {length} % {pad_multiple} = {length % pad_multiple}"
+            f"the length {length} is no multiple of pad_multiple {pad_multiple} (tensor_model_parallel_size "
+            f"under sequence parallelism): {length} % {pad_multiple} = {length % pad_multiple}"
         )
     return length
 
@@ -273,7 +273,7 @@ def attach_logprobs(
     for batch, values_N in zip(batches, values, strict=True):
         if tuple(values_N.shape) != (batch.num_entries,):
             raise ValueError(
-                f"{kind} have shape {tuple(values_N.shape)} but the micro-batch has {batch.num_entries} entries"
+                f"{kind} of shape {tuple(values_N.shape)} for a micro-batch of {batch.num_entries} entries"
             )
         numbers = values_N.detach().double().cpu().tolist()
         for index in batch.response_index_B.tolist():

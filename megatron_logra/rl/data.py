@@ -97,15 +97,14 @@ def tokenize_prompts(
         )
     if apply_chat_template and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: put a chat_template into "
-            "its tokenizer_config.json, or give --no-apply-chat-template to send prompts as plain text"
+            f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: put a chat_template "
+            "into its tokenizer_config.json, or give --no-apply-chat-template to send prompts as plain text"
         )
+    if not samples:
+        return []
     texts = [_render(sample, tokenizer, apply_chat_template) for sample in samples]
-    prompts = (
-        [list(ids) for ids in tokenizer(texts, add_special_tokens=not apply_chat_template)["input_ids"]]
-        if texts
-        else []
-    )
+    encoded = tokenizer(texts, add_special_tokens=not apply_chat_template)["input_ids"]
+    prompts = [list(ids) for ids in encoded]
     too_long = [
         (sample, ids) for sample, ids in zip(samples, prompts, strict=True) if len(ids) > max_prompt_tokens
     ]

@@ -67,7 +67,9 @@ class CausalLM:
         slots_Q = torch.arange(start, start + tokens_BQ.shape[1], device=self.device)
         output = self._model(
             input_ids=tokens_BQ,
-            attention_mask=self._additive_mask(slots_Q, first_B, start + tokens_BQ.shape[1]) if padded else None,
+            attention_mask=self._additive_mask(slots_Q, first_B, start + tokens_BQ.shape[1])
+            if padded
+            else None,
             position_ids=(slots_Q[None, :] - first_B[:, None]).clamp_min(0),
             use_cache=True,
             logits_to_keep=1,

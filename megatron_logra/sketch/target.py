@@ -50,7 +50,9 @@ class SketchTarget:
         columns: columns of the global projection that this shard reads.
         width: columns of the global projection.
         rows: rows of the flat sketch buffer.
-        remainder: int16 `[O, I]` second half of the split master, or None when `weight` is its own master.
+        remainder: int16 `[O, I]`, second half of a split master, or None.
+        master: fp32 `[O, I]` copy that updates go to before `weight` is rounded from it, or None. With neither,
+            `weight` is its own master.
         sketch: fp32 view `[O, R]` into the flat buffer; after the optimizer ran it holds the direction `D`.
         projection: the projection of the current update, this rank's columns.
     """
@@ -64,6 +66,7 @@ class SketchTarget:
     phase: SketchPhase
     rows: slice = field(default_factory=lambda: slice(0, 0))
     remainder: Tensor | None = None
+    master: Tensor | None = None
     sketch: Tensor | None = None
     projection: Projection | None = None
 

@@ -61,9 +61,24 @@ class PolicySender:
         self._device = device
 
     @property
+    def stages(self) -> StageTables:
+        """Table of every stage without second copies of tied weights."""
+        return self._stages
+
+    @property
     def groups(self) -> dict[str, str]:
         """Projection group of every target, by Hugging Face name."""
         return target_groups(self._stages)
+
+    @property
+    def weight_names(self) -> list[str]:
+        """Hugging Face names of all weights that `stream_weights` gives."""
+        return [name for entries in self._stages for entry in entries for name in entry.hf_names]
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Input columns of every projection group."""
+        return group_widths(self._stages)
 
     def stream_packets(
         self, header: PacketHeader, read_factor: ReadLocal, *, dtype: torch.dtype = torch.bfloat16
@@ -80,7 +95,11 @@ class PolicySender:
         stages = [
             [
                 factor_item(
-                    entry, self._shape, tp_size=self._tp_size, padded_vocab=self._padded_vocab, rank=header.rank
+                    entry,
+                    self._shape,
+                    tp_size=self._tp_size,
+                    padded_vocab=self._padded_vocab,
+                    rank=header.rank,
                 )
                 for entry in entries
                 if entry.group is not None
@@ -171,6 +190,10 @@ def factor_bytes(stages: StageTables, rank: int, *, itemsize: int = 2) -> int:
 def full_bytes(stages: StageTables, *, itemsize: int = 2) -> int:
     """Bytes of all weights, tied ones once (`sync/full_bytes`)."""
     shapes = [
-        hf_shape for entries in stages for entry in entries if entry.exported for hf_shape in entry.hf_shapes.values()
+        hf_shape
+        for entries in stages
+        for entry in entries
+        if entry.exported
+        for hf_shape in entry.hf_shapes.values()
     ]
     return itemsize * sum(hf_shape[0] * (hf_shape[1] if len(hf_shape) == 2 else 1) for hf_shape in shapes)

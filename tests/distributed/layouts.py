@@ -16,8 +16,10 @@ from megatron_logra.hf.config import read_model_shape
 from megatron_logra.hf.safetensors_io import HFReader
 from megatron_logra.kl.controller import KLController
 from megatron_logra.mcore.build import PolicySettings, build_optimizer, build_policy, load_weights_
+from megatron_logra.mcore.cpu import install_cpu_support
 from megatron_logra.mcore.initialize import initialize_model_parallel
-from megatron_logra.optim.logra import LograSettings
+from megatron_logra.mcore.policy import Policy
+from megatron_logra.optim.logra import LograOptimizer, LograSettings
 from megatron_logra.rl.advantages import response_advantages
 from megatron_logra.rl.batching import Response
 from megatron_logra.train_step import ProbeSettings, UpdateSettings, train_step
@@ -80,28 +82,9 @@ def run_steps(
     sketch_rank: int = 8,
 ) -> dict[str, Any]:
     """`num_steps` updates; scalars of each step on every rank, local weights as Hugging Face row blocks."""
-    from megatron_logra.mcore.cpu import install_cpu_support
-
-    install_cpu_support()
-    groups = initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, seed=1
-    )
-    shape = read_model_shape(folder)
-    settings = PolicySettings(
-        dtype=dtype,
-        seq_length=64,
-        sequence_parallel=layout.sp,
-        make_vocab_size_divisible_by=1,
-        recompute_granularity="full" if layout.recompute else None,
-        recompute_method="uniform" if layout.recompute else None,
-        recompute_num_layers=1 if layout.recompute else None,
-        chunk_size=16,
-    )
-    policy = build_policy(shape, settings, groups)
-    load_weights_(policy, HFReader(folder).read)
-    optimizer = build_optimizer(policy, LograSettings(rank=sketch_rank, update_ratio=1e-3))
+    policy, optimizer = build(folder, layout, dtype, sketch_rank=sketch_rank)
     controller = KLController(budget=1e-3, budget_final=1e-4, schedule_steps=10)
-    result: dict[str, Any] = {"steps": [], "sketches": {}}
+    result: dict[str, Any] = {"steps": []}
     for _ in range(num_steps):
         outcome = train_step(
             policy,
@@ -115,12 +98,36 @@ def run_steps(
         )
         result["steps"].append(outcome.metrics)
     result["weights"] = {}
-    _keep(result["weights"], policy, "weight")
+    keep_blocks(result["weights"], policy, "weight")
     dist.barrier()
     return result
 
 
-def _keep(store: dict[str, Any], policy: Any, what: str) -> None:
+def build(
+    folder: Path, layout: Layout, dtype: torch.dtype, *, sketch_rank: int = 8
+) -> tuple[Policy, LograOptimizer]:
+    """This rank's policy with the folder's weights, and its optimizer."""
+    install_cpu_support()
+    groups = initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, seed=1
+    )
+    settings = PolicySettings(
+        dtype=dtype,
+        seq_length=64,
+        sequence_parallel=layout.sp,
+        make_vocab_size_divisible_by=1,
+        recompute_granularity="full" if layout.recompute else None,
+        recompute_method="uniform" if layout.recompute else None,
+        recompute_num_layers=1 if layout.recompute else None,
+        chunk_size=16,
+    )
+    policy = build_policy(read_model_shape(folder), settings, groups)
+    load_weights_(policy, HFReader(folder).read)
+    return policy, build_optimizer(policy, LograSettings(rank=sketch_rank, update_ratio=1e-3))
+
+
+def keep_blocks(store: dict[str, Any], policy: Policy, what: str) -> None:
+    """Add this rank's rows (and columns) of every target to `store`, by Hugging Face name; `what`: weight or sketch."""
     by_name = {parameter.entry.megatron_name: parameter for parameter in policy.parameters}
     for target in policy.targets:
         parameter = by_name[target.name]

@@ -1,0 +1,317 @@
+"""The training loop: sample, score, update, synchronise the rollout engine, report, save.
+
+    for each iteration:
+        rollouts   = engine.generate(prompts)                    every rank a share
+        advantages = group-normalised rewards
+        for each update: W <- W - round(alpha D) A               train_step
+                         engine merges the same factors          sync
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_logra.arguments import resolved_yaml
+from megatron_logra.checkpoint import HF_FOLDER, export_policy, load_checkpoint, save_checkpoint
+from megatron_logra.config import Config
+from megatron_logra.loggers.build import build_loggers
+from megatron_logra.mcore.weights import read_master
+from megatron_logra.metrics import compute_accuracy_metrics
+from megatron_logra.progress import Progress
+from megatron_logra.rl.advantages import response_advantages
+from megatron_logra.rl.batching import Response, attach_logprobs
+from megatron_logra.rollout.collect import Rollouts, collect_rollouts
+from megatron_logra.rollout.engine import GenerateProgress, SamplingParams
+from megatron_logra.rollout.evaluate import evaluate_policy
+from megatron_logra.run import Run, build_run
+from megatron_logra.summary import log_samples, summarise
+from megatron_logra.sync.packet import PacketHeader, PacketRefused
+from megatron_logra.train_step import (
+    ProbeSettings,
+    UpdateOutcome,
+    UpdateSettings,
+    build_own_batches,
+    train_step,
+)
+
+_log = logging.getLogger(__name__)
+
+Kind = Literal["old_logprobs", "reference_logprobs"]
+
+
+def train(config: Config) -> None:
+    """Train as configured, from the start or from --load. Collective over all ranks."""
+    run = build_run(config)
+    start(run)
+    try:
+        report(run, evaluate(run))
+        while run.step < config.training.train_iters:
+            metrics = train_iteration(run)
+            run.step += 1
+            if is_due(run, config.evaluation.eval_interval) or is_last(run):
+                metrics |= evaluate(run)
+            report(run, metrics)
+            if is_due(run, config.checkpoint.save_interval) or is_last(run):
+                save(run)
+            if is_due(run, config.training.exit_interval):
+                break
+    finally:
+        run.loggers.close()
+
+
+def train_iteration(run: Run) -> dict[str, float]:
+    """One batch of rollouts and the updates it is used for; returns global metrics, equal on all ranks."""
+    config, timers = run.config, run.timers
+    with timers("step"):
+        with timers("gen"):
+            rollouts = sample(run)
+        responses = attach_old_values(run, rollouts.responses)
+        advantages = response_advantages(responses)
+        outcomes: list[UpdateOutcome] = []
+        for indices in [*update_batches(config)] * config.grpo.grpo_iterations:
+            batch = [responses[index] for index in indices]
+            with timers("update_actor"):
+                outcome, factors = update(run, batch, advantages[indices], is_first=not outcomes)
+            with timers("update_weights"):
+                synchronise(run, factors)
+            outcomes.append(outcome)
+        metrics = summarise(run, rollouts, outcomes)
+    log_samples(run, rollouts)
+    return metrics
+
+
+def sample(run: Run) -> Rollouts:
+    """Responses to the next prompts, scored, equal on all ranks."""
+    config = run.config
+    samples = run.stream.next_batch()
+    params = SamplingParams(
+        temperature=config.rollout.rollout_temperature,
+        top_p=config.rollout.rollout_top_p,
+        max_new_tokens=config.rollout.rollout_max_new_tokens,
+        stop_token_ids=run.inputs.stop_token_ids,
+        stop=config.rollout.rollout_stop,
+        seed=config.training.seed * 1_000_003 + run.step,
+    )
+    with Progress("generate", config.responses_per_step, unit="responses", enabled=run.is_first_rank) as line:
+        rollouts = collect_rollouts(
+            run.engine,
+            samples,
+            [run.inputs.train.prompts[sample.index] for sample in samples],
+            run.inputs.reward,
+            params,
+            group_size=config.grpo.grpo_group_size,
+            group=run.groups.world,
+            device=run.device,
+            progress=_show_progress(line, run.groups.size),
+        )
+    for failure in rollouts.failures:
+        _log.warning("%s", failure)
+    return rollouts
+
+
+def attach_old_values(run: Run, responses: list[Response]) -> list[Response]:
+    """Add the trainer's own log-probabilities and those of the reference, where the loss will need them.
+
+    With one update a batch the old policy is the one whose forward pass makes the update, so no extra pass is needed.
+    """
+    if run.config.updates_per_step > 1:
+        responses = _attach(run, responses, "old_logprobs")
+    if run.reference is not None:
+        with run.reference.active():
+            responses = _attach(run, responses, "reference_logprobs")
+    return responses
+
+
+def update_batches(config: Config) -> Iterator[list[int]]:
+    """Indices of the responses of each update of one pass: the batch in slices."""
+    size = config.global_batch_size
+    for first in range(0, config.responses_per_step, size):
+        yield list(range(first, first + size))
+
+
+def update(
+    run: Run, responses: list[Response], advantages: Tensor, *, is_first: bool
+) -> tuple[UpdateOutcome, dict[str, Tensor]]:
+    """One update of the policy; returns it with this rank's factors by Megatron parameter name."""
+    config = run.config
+    factors: dict[str, Tensor] = {}
+    interval = config.kl.kl_measure_interval
+    outcome = train_step(
+        run.policy,
+        run.optimizer,
+        run.controller if config.kl.kl_control == "predicted" else None,
+        responses,
+        advantages,
+        settings=UpdateSettings(
+            micro_batch_size=config.training.micro_batch_size,
+            temperature=config.rollout.rollout_temperature,
+            clip_low=config.grpo.grpo_clamp_eps_lower,
+            clip_high=config.grpo.grpo_clamp_eps_upper,
+            kl_beta=config.grpo.grpo_kl_beta,
+            skip_zero_advantage=config.grpo.grpo_skip_zero_advantage,
+        ),
+        probe=ProbeSettings(config.kl.kl_probe_responses, config.kl.kl_probe_max_tokens),
+        on_factor=lambda target, factor: factors.update({target.name: factor}),
+        observe_mismatch=is_first,
+        measure=interval is not None and (run.version + 1) % interval == 0,
+        timers=run.timers,
+    )
+    return outcome, factors
+
+
+def synchronise(run: Run, factors: dict[str, Tensor]) -> None:
+    """Bring the rollout engine to the trainer's version by factors, or by all weights."""
+    settings = run.optimizer.settings
+    if run.config.sync.sync == "full":
+        synchronise_full(run)
+        return
+    header = PacketHeader(
+        base_seed=settings.seed,
+        update=run.version - 1,
+        rank=settings.rank,
+        distribution=settings.distribution,
+        widths=run.sender.widths,
+        version_before=run.version - 1,
+        version_after=run.version,
+    )
+    packet = run.sender.gather_packet(header, lambda entry: factors[entry.megatron_name])
+    refusal: PacketRefused | None = None
+    try:
+        run.engine.apply_factors(packet)
+    except PacketRefused as error:
+        if run.config.sync.sync == "factors":
+            raise
+        refusal = error
+    refused = torch.tensor([refusal is not None], dtype=torch.int64, device=run.device)
+    dist.all_reduce(refused, group=run.groups.world)
+    if int(refused.item()):
+        _log.warning("%d engines refused a factor packet (%s); sending all weights", int(refused.item()), refusal)
+        synchronise_full(run)
+
+
+def synchronise_full(run: Run) -> None:
+    """Send every weight, with every bit that the trainer keeps, to the rollout engine."""
+    stream = run.sender.stream_weights(lambda entry: read_master(run.policy, entry), dtype=torch.float32)
+    run.engine.load_full(stream, run.version)
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """Greedy accuracy on the held-out questions, with its 95 % interval; nothing without such questions."""
+    questions, config = run.inputs.evaluation, run.config
+    if questions is None:
+        return {}
+    with (
+        run.timers("eval"),
+        Progress("evaluate", len(questions.samples), unit="questions", enabled=run.is_first_rank) as line,
+    ):
+        num_correct, mean_reward, _ = evaluate_policy(
+            run.engine,
+            questions.samples,
+            questions.prompts,
+            run.inputs.reward,
+            max_new_tokens=config.rollout.rollout_max_new_tokens,
+            stop_token_ids=run.inputs.stop_token_ids,
+            stop=config.rollout.rollout_stop,
+            group=run.groups.world,
+            device=run.device,
+            progress=_show_progress(line, run.groups.size),
+        )
+    return compute_accuracy_metrics(num_correct, len(questions.samples)) | {"val/reward": mean_reward}
+
+
+def start(run: Run) -> None:
+    """Continue from --load if given, open the loggers, and write down what this run is."""
+    config, state = run.config, {}
+    if config.checkpoint.load is not None:
+        state = load_checkpoint(Path(config.checkpoint.load), run.policy, run.optimizer, run.device)
+        run.step = int(state["step"])
+        run.stream.load_state_dict(state["data"])
+        run.controller.load_state_dict(state["controller"])
+        synchronise_full(run)
+    folder = None if config.checkpoint.save is None else Path(config.checkpoint.save)
+    run.loggers = build_loggers(
+        config.logging,
+        run_dir=folder,
+        rank=run.groups.rank,
+        last_step=config.training.train_iters,
+        resume_step=run.step if state else None,
+        wandb_run_id=state.get("wandb_run_id"),
+        run_config=config.flat(),
+    )
+    if folder is not None and run.is_first_rank:
+        (folder / "config.yaml").write_text(resolved_yaml(config), encoding="utf-8")
+
+
+def save(run: Run) -> None:
+    """Checkpoint and Hugging Face folder under --save, if that is given."""
+    config = run.config
+    if config.checkpoint.save is None:
+        return
+    folder = Path(config.checkpoint.save)
+    state: dict[str, Any] = {
+        "step": run.step,
+        "num_updates": run.version,
+        "data": run.stream.state_dict(),
+        "controller": run.controller.state_dict(),
+        "wandb_run_id": run.loggers.wandb_run_id,
+    }
+    with run.timers("save"):
+        save_checkpoint(folder, run.step, run.policy, run.optimizer, state, run.device)
+        source = Path(config.model.hf_checkpoint)
+        export_policy(folder / HF_FOLDER, source, run.policy, run.sender, run.device)
+
+
+def report(run: Run, metrics: dict[str, float]) -> None:
+    """Log the metrics of a finished iteration (or of the start)."""
+    if metrics:
+        run.loggers.log(run.step, metrics | run.timers.collect())
+
+
+def is_due(run: Run, interval: int | None) -> bool:
+    """Whether this iteration ends an interval."""
+    return interval is not None and run.step % interval == 0
+
+
+def is_last(run: Run) -> bool:
+    """Whether training ends with this iteration."""
+    return run.step == run.config.training.train_iters
+
+
+def _attach(run: Run, responses: list[Response], kind: Kind) -> list[Response]:
+    """Write log-probabilities under the current weights into every response that this rank will train on.
+
+    The last pipeline stage computes them and is the only one to read them; elsewhere zeros take their place, so that
+    micro-batches have the same fields on all ranks.
+    """
+    result = [replace(response, **{kind: [0.0] * len(response.response_ids)}) for response in responses]
+    for indices in update_batches(run.config):
+        chosen = [responses[index] for index in indices]
+        own, batches = build_own_batches(
+            run.policy, chosen, torch.zeros(len(chosen)), micro_batch_size=run.config.training.micro_batch_size
+        )
+        outputs = run.policy.compute_logprobs(batches, temperature=run.config.rollout.rollout_temperature)
+        if outputs:
+            values = [output.logprob_N for output in outputs]
+            filled = attach_logprobs([chosen[index] for index in own], batches, values, kind=kind)
+            for index, response in zip(own, filled, strict=True):
+                number = indices[index]
+                result[number] = replace(result[number], **{kind: getattr(response, kind)})
+    return result
+
+
+def _show_progress(line: Progress, num_ranks: int) -> Callable[[GenerateProgress], None]:
+    """Scale the first rank's progress to all ranks, whose shares are alike."""
+
+    def show(progress: GenerateProgress) -> None:
+        done = min(line.total, progress.num_finished * num_ranks)
+        line.update(done, note=f"{progress.num_tokens * num_ranks} tokens")
+
+    return show

@@ -1,0 +1,173 @@
+"""The distributed sketch and the predicted KL against other people's autograd on the same Hugging Face model (fp64).
+
+The reference never sees Megatron, our linears or our collectives: `transformers` computes the logits, PyTorch's own
+backward the dense gradient, `torch.func.jvp` the directional derivative, and plain sums the KL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatron_logra.hf.config import read_model_shape
+from megatron_logra.hf.table import full_table
+from megatron_logra.mcore.tangent import compute_predicted_kl
+from megatron_logra.parallel.reductions import reduce_sketches_, sum_over
+from megatron_logra.rl.advantages import response_advantages
+from megatron_logra.rl.batching import Response
+from megatron_logra.rl.losses import grpo_token_loss
+from megatron_logra.sketch.projection import make_projection
+from megatron_logra.train_step import build_own_batches
+from tests.distributed.layouts import Layout, build, join_blocks, keep_blocks, make_responses
+from tests.distributed.ranks import run_ranks
+from tests.tiny_models import Float64Everywhere, make_tiny_model, save_tiny_model
+
+RANK, SEED, TEMPERATURE = 8, 42, 0.8
+FAMILIES = ["llama", "qwen2", "qwen3"]
+
+
+def _shapes(folder: Path) -> dict[str, Any]:
+    return {name: size for entry in full_table(read_model_shape(folder)) for name, size in entry.hf_shapes.items()}
+
+
+def _sketch(rank: int, world_size: int, folder: Path, layout: Layout) -> dict[str, Any]:
+    """Sketches of one accumulation, then directions, predicted KL (mean) and log-probabilities of the first batch."""
+    policy, optimizer = build(folder, layout, torch.float64, sketch_rank=RANK)
+    responses = make_responses()
+    advantages = response_advantages(responses)
+    num_tokens = sum(len(response.response_ids) for response in responses)
+    _, batches = build_own_batches(policy, responses, advantages, micro_batch_size=layout.micro_batch_size)
+
+    def loss(logprob_N: Tensor, batch: Any) -> Tensor:
+        old_N = batch.generation_logprob_N
+        return grpo_token_loss(logprob_N, old_N, batch.advantage_N, clip_low=0.2, clip_high=0.2)[0].sum() / num_tokens
+
+    outputs = policy.accumulate_sketches(batches, loss, temperature=TEMPERATURE)
+    reduce_sketches_(optimizer.buffer, policy.groups)
+    result: dict[str, Any] = {"sketches": {}, "directions": {}, "logprobs": [o.logprob_N for o in outputs]}
+    keep_blocks(result["sketches"], policy, "sketch")
+    optimizer.compute_direction_()
+    keep_blocks(result["directions"], policy, "sketch")
+    _, (probe,) = build_own_batches(policy, responses, torch.zeros(len(responses)))
+    kl = compute_predicted_kl(policy, probe, temperature=TEMPERATURE)
+    counts = policy.groups.is_last_stage and policy.groups.tp_rank == 0
+    result["kl"] = (sum_over(kl * counts, policy.groups.world) / num_tokens).item()
+    return result
+
+
+def _token_logprobs(logits_TV: Tensor, response: Response) -> Tensor:
+    ids = torch.tensor([*response.prompt_ids, *response.response_ids])
+    first = len(response.prompt_ids) - 1
+    rows = (logits_TV[first:-1] / TEMPERATURE).log_softmax(-1)
+    return rows.gather(1, ids[first + 1 :, None])[:, 0]
+
+
+def _logits(model: PreTrainedModel, response: Response) -> Tensor:
+    ids = torch.tensor([[*response.prompt_ids, *response.response_ids]])
+    with Float64Everywhere():
+        return model(input_ids=ids).logits[0]
+
+
+def _dense_gradients(model: PreTrainedModel) -> tuple[dict[str, Tensor], list[Tensor]]:
+    responses = make_responses()
+    advantages = response_advantages(responses)
+    num_tokens = sum(len(response.response_ids) for response in responses)
+    logprobs = []
+    for response, advantage in zip(responses, advantages, strict=True):
+        logprob_N = _token_logprobs(_logits(model, response), response)
+        ratio = (logprob_N - torch.tensor(response.generation_logprobs, dtype=torch.float64)).exp()
+        gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        (-gain.sum() / num_tokens).backward()
+        logprobs.append(logprob_N.detach())
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}, logprobs
+
+
+def _targets(folder: Path) -> Iterator[tuple[str, str, int]]:
+    """(Hugging Face name, projection group, width) of every target."""
+    for entry in full_table(read_model_shape(folder)):
+        if entry.group is not None and entry.num_columns is not None:
+            for name in entry.hf_names:
+                yield name, entry.group, entry.num_columns
+
+
+def _projection(group: str, width: int) -> Tensor:
+    return make_projection(SEED, 0, group, RANK, width, dtype=torch.float64)
+
+
+def _mean_over_probe(model: PreTrainedModel, per_response: Callable[[Response], Tensor]) -> float:
+    responses = make_responses()
+    num_tokens = sum(len(response.response_ids) for response in responses)
+    return sum(per_response(response).sum().item() for response in responses) / num_tokens
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    save_tiny_model(folder, request.param)
+    model = make_tiny_model(request.param).double()
+    gradients, logprobs = _dense_gradients(model)
+    return {"folder": folder, "model": model, "gradients": gradients, "logprobs": logprobs}
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(tp=2, sp=True), Layout(tp=2, pp=2, micro_batch_size=4)], ids=str
+)
+def test_sketches_are_dense_gradients_times_the_projection(case: dict[str, Any], layout: Layout) -> None:
+    results = run_ranks(layout.world_size, _sketch, case["folder"], layout)
+    sketches = join_blocks(results, "sketches", _shapes(case["folder"]))
+    names = [name for name, _, _ in _targets(case["folder"])]
+    assert sorted(sketches) == sorted(names)
+    for name, group, width in _targets(case["folder"]):
+        expected = case["gradients"][name] @ _projection(group, width).T
+        difference = (sketches[name] - expected).norm() / expected.norm()
+        assert difference < 1e-10, name  # fp64, a few hundred products
+
+
+def test_logprobs_are_those_of_transformers(case: dict[str, Any]) -> None:
+    (result,) = run_ranks(1, _sketch, case["folder"], Layout())
+    for found, expected in zip(result["logprobs"], case["logprobs"], strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True)], ids=str)
+def test_predicted_kl_is_the_derivative_and_the_limit_of_the_exact_kl(case: dict[str, Any], layout: Layout) -> None:
+    results = run_ranks(layout.world_size, _sketch, case["folder"], layout)
+    directions = join_blocks(results, "directions", _shapes(case["folder"]))
+    model = case["model"]
+    change = {
+        name: -directions[name] @ _projection(group, width) for name, group, width in _targets(case["folder"])
+    }
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def logits_at(step: Tensor, response: Response) -> Tensor:
+        moved = {name: weight + step * change[name] if name in change else weight for name, weight in weights.items()}
+        ids = torch.tensor([[*response.prompt_ids, *response.response_ids]])
+        with Float64Everywhere():
+            output = torch.func.functional_call(model, moved, kwargs={"input_ids": ids, "use_cache": False})
+        first = len(response.prompt_ids) - 1
+        return output.logits[0, first:-1] / TEMPERATURE
+
+    def predicted(response: Response) -> Tensor:
+        zero, one = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+        logits, tangent = torch.func.jvp(lambda step: logits_at(step, response), (zero,), (one,))
+        p = logits.softmax(-1)
+        return ((p * tangent.square()).sum(-1) - (p * tangent).sum(-1).square()) / 2
+
+    # The second difference of KL(p_0 || p_h) at h and -h: its error falls with h^2, and so does cancellation grow.
+    h = 1e-3 / max(1e-12, _mean_over_probe(model, predicted)) ** 0.5
+
+    def exact(response: Response) -> Tensor:
+        with torch.no_grad():
+            old = logits_at(torch.zeros(()), response).log_softmax(-1)
+            both = [logits_at(torch.tensor(sign * h), response).log_softmax(-1) for sign in (1.0, -1.0)]
+            return sum((old.exp() * (old - new)).sum(-1) for new in both) / (2 * h * h)  # type: ignore[return-value]
+
+    for result in results:
+        assert result["kl"] == pytest.approx(_mean_over_probe(model, predicted), rel=1e-10)
+        assert result["kl"] == pytest.approx(_mean_over_probe(model, exact), rel=1e-3)
