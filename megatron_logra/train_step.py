@@ -84,7 +84,7 @@ def train_step(
     optimizer: LograOptimizer,
     controller: KLController | None,
     responses: Sequence[Response],
-    advantages: Tensor,
+    advantages: Sequence[float],
     *,
     settings: UpdateSettings,
     probe: ProbeSettings,
@@ -93,7 +93,7 @@ def train_step(
     measure: bool = False,
     timers: Timers | None = None,
 ) -> UpdateOutcome:
-    """One update from `responses` of all ranks (the same list on every rank) and their advantages `[len]`.
+    """One update from `responses` of all ranks (the same list on every rank) and their advantages.
 
     Args:
         controller: scales the update to its KL budget; None takes it as proposed (alpha 1).
@@ -117,7 +117,7 @@ def train_step(
     _, batches = build_own_batches(
         policy,
         [responses[index] for index in trained],
-        advantages[list(trained)],
+        [advantages[index] for index in trained],
         micro_batch_size=settings.micro_batch_size,
     )
     probe_batch = _build_probe(policy, responses, probe)
@@ -144,7 +144,7 @@ def train_step(
 
 
 def build_own_batches(
-    policy: Policy, responses: Sequence[Response], advantages: Tensor, *, micro_batch_size: int | None = None
+    policy: Policy, responses: Sequence[Response], advantages: Sequence[float], *, micro_batch_size: int | None = None
 ) -> tuple[list[int], list[MicroBatch]]:
     """This data-parallel rank's share: indices into `responses`, and micro-batches of them on the device.
 
@@ -154,7 +154,7 @@ def build_own_batches(
     own = split_data_parallel(responses, groups.dp_rank, groups.dp_size)
     batches = build_microbatches(
         [responses[index] for index in own],
-        advantages[own],
+        [advantages[index] for index in own],
         micro_batch_size=micro_batch_size or len(own),
         pad_multiple=groups.tp_size if config.sequence_parallel else 1,
         dtype=torch.float64 if config.params_dtype == torch.float64 else torch.float32,
@@ -167,7 +167,7 @@ def _build_probe(policy: Policy, responses: Sequence[Response], probe: ProbeSett
     size = policy.groups.dp_size
     first = responses[: min(probe.num_responses * size, len(responses))]
     chosen = select_probe_responses(first, num_responses=len(first), max_tokens=probe.max_tokens * size)
-    _, (batch,) = build_own_batches(policy, chosen, torch.zeros(len(chosen)))
+    _, (batch,) = build_own_batches(policy, chosen, [0.0] * len(chosen))
     return batch
 
 

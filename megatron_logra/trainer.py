@@ -74,12 +74,14 @@ def train_iteration(run: Run) -> dict[str, float]:
         with timers("gen"):
             rollouts = sample(run)
         responses = attach_old_values(run, rollouts.responses)
-        advantages = response_advantages(responses)
+        advantages = response_advantages(responses).tolist()
         outcomes: list[UpdateOutcome] = []
         for indices in [*update_batches(config)] * config.grpo.grpo_iterations:
             batch = [responses[index] for index in indices]
             with timers("update_actor"):
-                outcome, factors = update(run, batch, advantages[indices], is_first=not outcomes)
+                outcome, factors = update(
+                    run, batch, [advantages[index] for index in indices], is_first=not outcomes
+                )
             with timers("update_weights"):
                 synchronise(run, factors)
             outcomes.append(outcome)
@@ -138,7 +140,7 @@ def update_batches(config: Config) -> Iterator[list[int]]:
 
 
 def update(
-    run: Run, responses: list[Response], advantages: Tensor, *, is_first: bool
+    run: Run, responses: list[Response], advantages: list[float], *, is_first: bool
 ) -> tuple[UpdateOutcome, dict[str, Tensor]]:
     """One update of the policy; returns it with this rank's factors by Megatron parameter name."""
     config = run.config
@@ -295,7 +297,7 @@ def _attach(run: Run, responses: list[Response], kind: Kind) -> list[Response]:
     for indices in update_batches(run.config):
         chosen = [responses[index] for index in indices]
         own, batches = build_own_batches(
-            run.policy, chosen, torch.zeros(len(chosen)), micro_batch_size=run.config.training.micro_batch_size
+            run.policy, chosen, [0.0] * len(chosen), micro_batch_size=run.config.training.micro_batch_size
         )
         outputs = run.policy.compute_logprobs(batches, temperature=run.config.rollout.rollout_temperature)
         if outputs:

@@ -145,7 +145,7 @@ def build_microbatches(
             f"{micro_batch_size}: {len(responses)} % {micro_batch_size} = {len(responses) % micro_batch_size}"
         )
     padded_length = compute_padded_length(responses, pad_multiple=pad_multiple, length=length)
-    advantage_list = torch.as_tensor(advantages, dtype=torch.float64).tolist()
+    advantage_list = [float(value) for value in advantages]
     has_old = _all_or_none(responses, "old_logprobs")
     has_reference = _all_or_none(responses, "reference_logprobs")
     batches = []

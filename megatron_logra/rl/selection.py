@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from megatron_logra.rl.batching import Response
 
 
-def select_informative(responses: Sequence[Response], advantages: Tensor, *, multiple: int) -> list[int]:
+def select_informative(responses: Sequence[Response], advantages: Sequence[float], *, multiple: int) -> list[int]:
     """Indices, ascending, of the responses with a gradient, filled up with others to a multiple of `multiple`.
 
     `multiple` is data-parallel size times micro-batch size; at least that many are kept, so that every rank always has
@@ -29,8 +27,7 @@ def select_informative(responses: Sequence[Response], advantages: Tensor, *, mul
             f"{total} responses cannot be cut into micro-batches on all data-parallel ranks: {total} % {multiple} = "
             f"{total % multiple}"
         )
-    values = advantages.tolist()
-    informative = [index for index, response in enumerate(responses) if response.valid and values[index] != 0]
+    informative = [index for index, response in enumerate(responses) if response.valid and advantages[index] != 0]
     count = max(multiple, -(-len(informative) // multiple) * multiple)
     chosen = set(informative)
     # Valid responses first: their tokens at least inform the metrics.

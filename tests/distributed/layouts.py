@@ -91,7 +91,7 @@ def run_steps(
             optimizer,
             controller,
             responses,
-            response_advantages(responses),
+            response_advantages(responses).tolist(),
             settings=UpdateSettings(micro_batch_size=layout.micro_batch_size, temperature=0.8),
             probe=ProbeSettings(num_responses=4 // layout.dp, max_tokens=4096),
             measure=True,

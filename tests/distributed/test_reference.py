@@ -40,7 +40,7 @@ def _sketch(rank: int, world_size: int, folder: Path, layout: Layout) -> dict[st
     """Sketches of one accumulation, then directions, predicted KL (mean) and log-probabilities of the first batch."""
     policy, optimizer = build(folder, layout, torch.float64, sketch_rank=RANK)
     responses = make_responses()
-    advantages = response_advantages(responses)
+    advantages = response_advantages(responses).tolist()
     num_tokens = sum(len(response.response_ids) for response in responses)
     _, batches = build_own_batches(policy, responses, advantages, micro_batch_size=layout.micro_batch_size)
 
@@ -54,7 +54,7 @@ def _sketch(rank: int, world_size: int, folder: Path, layout: Layout) -> dict[st
     keep_blocks(result["sketches"], policy, "sketch")
     optimizer.compute_direction_()
     keep_blocks(result["directions"], policy, "sketch")
-    _, (probe,) = build_own_batches(policy, responses, torch.zeros(len(responses)))
+    _, (probe,) = build_own_batches(policy, responses, [0.0] * len(responses))
     kl = compute_predicted_kl(policy, probe, temperature=TEMPERATURE)
     counts = policy.groups.is_last_stage and policy.groups.tp_rank == 0
     result["kl"] = (sum_over(kl * counts, policy.groups.world) / num_tokens).item()
