@@ -28,7 +28,7 @@ _SCALARS = (
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalar types of YAML 1.2: PyYAML reads `off` as a boolean and `2e-4` as a text."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {  # type: ignore[misc]
         first: [(f"tag:yaml.org,2002:{tag}", re.compile(pattern)) for tag, pattern in _SCALARS]
         for first in ("", *"~nNtTfF-+.0123456789")
     }
@@ -38,9 +38,7 @@ class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes every text, so that readers of YAML 1.1 and of 1.2 agree on what is a text."""
 
 
-_Dumper.add_representer(
-    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
-)
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,9 +57,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of settings; keys are the flags without '--'"
-    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; keys are the flags without '--'")
     titles = {section: (cls.__doc__ or section).rstrip(".") for section, cls in iterate_sections()}
     groups = {section: parser.add_argument_group(title) for section, title in titles.items()}
     for spec in iterate_settings():

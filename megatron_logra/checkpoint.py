@@ -72,9 +72,7 @@ def save_checkpoint(
     _on_all_ranks(publish, groups, device)
 
 
-def load_checkpoint(
-    folder: Path, policy: Policy, optimizer: LograOptimizer, device: torch.device
-) -> dict[str, Any]:
+def load_checkpoint(folder: Path, policy: Policy, optimizer: LograOptimizer, device: torch.device) -> dict[str, Any]:
     """Put the newest checkpoint of `folder` into policy and optimizer and return its `state`. Collective.
 
     Raises:
@@ -132,9 +130,7 @@ def _collect_tensors(policy: Policy, optimizer: LograOptimizer) -> dict[str, Ten
     return tensors
 
 
-def _read_files(
-    folder: Path, policy: Policy, optimizer: LograOptimizer
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_files(folder: Path, policy: Policy, optimizer: LograOptimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """State and this rank's tensors of the newest checkpoint, checked against what they will replace."""
     pointer = folder / LATEST_FILE
     if not pointer.is_file():
@@ -184,4 +180,3 @@ def _layout(groups: ParallelGroups) -> dict[str, int]:
 
 def _rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
-

@@ -56,9 +56,7 @@ class ModelConfig:
     num_attention_heads: int | None = setting(None, help="query heads; not set: from config.json")
     num_query_groups: int | None = setting(None, help="key/value heads; not set: from config.json")
     kv_channels: int | None = setting(None, help="width of one head; not set: from config.json")
-    vocab_size: int | None = setting(
-        None, help="vocabulary before padding; not set: from config.json", unit="tokens"
-    )
+    vocab_size: int | None = setting(None, help="vocabulary before padding; not set: from config.json", unit="tokens")
     normalization: Literal["RMSNorm"] | None = setting(None, help="norm layers; not set: from config.json")
     rotary_base: float | None = setting(None, help="base of the rotary embedding; not set: from config.json")
     untie_embeddings_and_output_weights: bool | None = setting(
@@ -127,9 +125,7 @@ class OptimizerConfig:
     optimizer: Literal["logra"] = setting("logra", help="optimizer")
     logra_rank: int = setting(256, help="rows of a random projection: the rank of an update")
     logra_rule: Literal["paper"] = setting("paper", help="how a sketch becomes a direction")
-    logra_update_ratio: float = setting(
-        6e-5, help="norm of a proposed update over the norm of the weights it changes"
-    )
+    logra_update_ratio: float = setting(6e-5, help="norm of a proposed update over the norm of the weights it changes")
     logra_beta2: float = setting(0.95, help="decay of the second moments of the rows")
     logra_eps: float = setting(1e-8, help="added to a row's root second moment, relative to the mean root")
     logra_seed: int = setting(42, help="seed of the random projections")
@@ -151,9 +147,7 @@ class KLConfig:
         "predicted",
         help="predicted: scale each update to meet the budget; off: take every update as proposed",
     )
-    kl_estimator: Literal["jvp"] = setting(
-        "jvp", help="how the KL is predicted (jvp: forward-mode derivative)"
-    )
+    kl_estimator: Literal["jvp"] = setting("jvp", help="how the KL is predicted (jvp: forward-mode derivative)")
     kl_budget: float = setting(2e-4, help="KL that the first update may cost", unit="nats per token")
     kl_budget_final: float = setting(2e-5, help="KL that the last update may cost", unit="nats per token")
     kl_schedule_steps: int = setting(
@@ -205,9 +199,7 @@ class RolloutConfig:
     rollout_top_p: float = setting(1.0, help="sample from the likeliest tokens of this total probability")
     rollout_max_new_tokens: int = setting(256, help="longest response", unit="tokens")
     rollout_stop: tuple[str, ...] = setting((), help="texts that end a response, beside the end token")
-    rollout_batch_size: int = setting(
-        64, help="responses that a rank generates at the same time", unit="responses"
-    )
+    rollout_batch_size: int = setting(64, help="responses that a rank generates at the same time", unit="responses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,9 +219,7 @@ class DataConfig:
     """Data and rewards."""
 
     train_data: str = setting(help="training questions, a .jsonl or .parquet file")
-    eval_data: str | None = setting(
-        None, help="held-out questions, a .jsonl or .parquet file; not set: no evaluation"
-    )
+    eval_data: str | None = setting(None, help="held-out questions, a .jsonl or .parquet file; not set: no evaluation")
     prompt_key: str = setting("prompt", help="key of the prompt: a text, or a list of chat messages")
     answer_key: str = setting("answer", help="key of the reference answer")
     system_prompt: str | None = setting(None, help="system message put before each prompt; not set: none")
@@ -241,12 +231,8 @@ class DataConfig:
 class CheckpointConfig:
     """Checkpoints."""
 
-    save: str | None = setting(
-        None, help="folder of the run's results and checkpoints; not set: nothing is saved"
-    )
-    load: str | None = setting(
-        None, help="folder that an earlier run of the same layout saved, to continue it"
-    )
+    save: str | None = setting(None, help="folder of the run's results and checkpoints; not set: nothing is saved")
+    load: str | None = setting(None, help="folder that an earlier run of the same layout saved, to continue it")
     save_interval: int | None = setting(
         None, help="save every so many iterations; not set: only at the end", unit="iterations"
     )
@@ -266,16 +252,12 @@ class EvaluationConfig:
 class LoggingConfig:
     """Logging."""
 
-    log_interval: int = setting(
-        1, help="print the table of metrics every so many iterations", unit="iterations"
-    )
+    log_interval: int = setting(1, help="print the table of metrics every so many iterations", unit="iterations")
     log_samples: int = setting(2, help="responses printed with each table; 0: none", unit="responses")
     tensorboard_dir: str | None = setting(None, help="folder for TensorBoard; not set: no TensorBoard")
     wandb_project: str = setting("", help="Weights & Biases project; empty: no Weights & Biases")
     wandb_exp_name: str = setting("", help="name of the run in Weights & Biases; empty: it makes one up")
-    wandb_save_dir: str | None = setting(
-        None, help="folder for local files of Weights & Biases; not set: its own"
-    )
+    wandb_save_dir: str | None = setting(None, help="folder for local files of Weights & Biases; not set: its own")
 
 
 MODEL_OVERRIDES = tuple(
@@ -330,9 +312,7 @@ class Config:
 
     def num_microbatches(self, world_size: int) -> int:
         """Micro-batches of one update on each data-parallel rank."""
-        return self.global_batch_size // (
-            self.training.micro_batch_size * self.data_parallel_size(world_size)
-        )
+        return self.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size(world_size))
 
     @property
     def logra_master(self) -> Literal["split", "fp32"]:

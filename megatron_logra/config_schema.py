@@ -20,9 +20,7 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         count = len(self.problems)
         listed = "".join(f"\n  - {problem}" for problem in self.problems)
-        super().__init__(
-            self.problems[0] if count == 1 else f"{count} problems in the configuration:{listed}"
-        )
+        super().__init__(self.problems[0] if count == 1 else f"{count} problems in the configuration:{listed}")
 
 
 def setting(default: Any = dataclasses.MISSING, *, help: str, unit: str = "") -> Any:

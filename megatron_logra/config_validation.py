@@ -106,9 +106,7 @@ def validate_model_parallel(
         (ffn_hidden_size, "columns of ffn_hidden_size"),
     )
     problems = [
-        problem
-        for count, what in split
-        for problem in _check_split(count, what, config, "tensor_model_parallel_size")
+        problem for count, what in split for problem in _check_split(count, what, config, "tensor_model_parallel_size")
     ]
     problems += _check_split(num_layers, "layers", config, "pipeline_model_parallel_size")
     problems += _check_sequence_split(config)
@@ -263,9 +261,7 @@ def _check_recompute(config: Config) -> Iterator[str]:
                 f"give --recompute-granularity full, or leave out {_flag(name)}"
             )
         if training.recompute_granularity == "full" and value is None:
-            example = (
-                "--recompute-method uniform" if name == "recompute_method" else "--recompute-num-layers 1"
-            )
+            example = "--recompute-method uniform" if name == "recompute_method" else "--recompute-num-layers 1"
             yield f"recompute_granularity full needs {name}: give for example {example}"
     if config.optimizer.logra_master == "split" and not training.bf16:
         yield (

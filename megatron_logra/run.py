@@ -191,13 +191,9 @@ def read_inputs(config: Config) -> Inputs:
     train = _read_questions(config, config.data.train_data, tokenizer)
     evaluation = None
     if config.data.eval_data is not None:
-        evaluation = _read_questions(
-            config, config.data.eval_data, tokenizer, limit=config.evaluation.eval_samples
-        )
+        evaluation = _read_questions(config, config.data.eval_data, tokenizer, limit=config.evaluation.eval_samples)
     # Also refuses a data set smaller than one step before anything is built.
-    PromptStream(
-        train.samples, seed=config.training.seed, prompts_per_step=config.grpo.grpo_prompts_per_step
-    )
+    PromptStream(train.samples, seed=config.training.seed, prompts_per_step=config.grpo.grpo_prompts_per_step)
     return Inputs(shape, reader, tokenizer, _stop_token_ids(folder, tokenizer), train, evaluation, reward)
 
 

@@ -265,6 +265,4 @@ def _measure(
     kl_sum, kl_tokens = read_scalars(*sum_over(local, groups.world).unbind())
     scaled = metrics["logra/scaled_predicted_kl"]
     actual = kl_sum / kl_tokens
-    return {"logra/actual_kl": actual} | (
-        {"logra/actual_over_predicted_kl": actual / scaled} if scaled > 0 else {}
-    )
+    return {"logra/actual_kl": actual} | ({"logra/actual_over_predicted_kl": actual / scaled} if scaled > 0 else {})

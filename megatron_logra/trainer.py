@@ -1,10 +1,10 @@
 """The training loop: sample, score, update, synchronise the rollout engine, report, save.
 
-    for each iteration:
-        rollouts   = engine.generate(prompts)                    every rank a share
-        advantages = group-normalised rewards
-        for each update: W <- W - round(alpha D) A               train_step
-                         engine merges the same factors          sync
+for each iteration:
+rollouts   = engine.generate(prompts)                    every rank a share
+advantages = group-normalised rewards
+for each update: W <- W - round(alpha D) A               train_step
+engine merges the same factors          sync
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ def train_iteration(run: Run) -> dict[str, float]:
         for indices in [*update_batches(config)] * config.grpo.grpo_iterations:
             batch = [responses[index] for index in indices]
             with timers("update_actor"):
-                outcome, factors = update(
-                    run, batch, [advantages[index] for index in indices], is_first=not outcomes
-                )
+                outcome, factors = update(run, batch, [advantages[index] for index in indices], is_first=not outcomes)
             with timers("update_weights"):
                 synchronise(run, factors)
             outcomes.append(outcome)
@@ -293,7 +291,7 @@ def _attach(run: Run, responses: list[Response], kind: Kind) -> list[Response]:
     The last pipeline stage computes them and is the only one to read them; elsewhere zeros take their place, so that
     micro-batches have the same fields on all ranks.
     """
-    result = [replace(response, **{kind: [0.0] * len(response.response_ids)}) for response in responses]
+    result = [_with_values(response, kind, [0.0] * len(response.response_ids)) for response in responses]
     for indices in update_batches(run.config):
         chosen = [responses[index] for index in indices]
         own, batches = build_own_batches(
@@ -305,8 +303,14 @@ def _attach(run: Run, responses: list[Response], kind: Kind) -> list[Response]:
             filled = attach_logprobs([chosen[index] for index in own], batches, values, kind=kind)
             for index, response in zip(own, filled, strict=True):
                 number = indices[index]
-                result[number] = replace(result[number], **{kind: getattr(response, kind)})
+                result[number] = _with_values(result[number], kind, getattr(response, kind))
     return result
+
+
+def _with_values(response: Response, kind: Kind, values: list[float]) -> Response:
+    if kind == "old_logprobs":
+        return replace(response, old_logprobs=values)
+    return replace(response, reference_logprobs=values)
 
 
 def _show_progress(line: Progress, num_ranks: int) -> Callable[[GenerateProgress], None]:

@@ -63,9 +63,7 @@ class Float64Everywhere(TorchFunctionMode):
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {
-            name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()
-        }
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
 

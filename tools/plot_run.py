@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 
@@ -150,7 +151,7 @@ def draw_kl(axes: Axes, rows: Rows) -> bool:
         draw_line(axes, scaled, "scaled", "predicted as applied", BLUE),
         draw_line(axes, rows, "logra/actual_kl", "measured", VERMILION, **points),
     ]
-    positive = [value for line in axes.get_lines() for value in map(float, line.get_ydata()) if value > 0]
+    positive = [value for line in axes.get_lines() for value in np.asarray(line.get_ydata(), dtype=float) if value > 0]
     if positive:
         axes.set_yscale("log")
         decades = math.log10(max(positive) / min(positive))
@@ -204,7 +205,9 @@ def draw_length(axes: Axes, rows: Rows) -> bool:
     steps, shares = series(rows, "response_length/clip_ratio")
     if steps:
         right = axes.twinx()
-        right.fill_between(steps, shares, color=ORANGE, alpha=0.35, linewidth=0, label="cut off by the token limit (right axis)")
+        right.fill_between(
+            steps, shares, color=ORANGE, alpha=0.35, linewidth=0, label="cut off by the token limit (right axis)"
+        )
         right.set_ylim(0, 1)
         right.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
         right.set_ylabel("share of responses")
@@ -320,7 +323,7 @@ def summarize(rows: Rows) -> str:
 def plot_run(run_dir: Path, output: Path) -> None:
     """Draw the run in `run_dir` to the PNG `output`."""
     rows = load_run(run_dir)
-    with plt.rc_context(STYLE):
+    with plt.rc_context(STYLE):  # type: ignore[arg-type]
         figure, grid = plt.subplots(3, 2, figsize=(13, 13.5), dpi=130)
         for axes, draw in zip(grid.flat, PANELS, strict=True):
             finish_panel(axes, draw(axes, rows), rows[0]["step"], rows[-1]["step"])

@@ -109,7 +109,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(raw).__name__}")  # noqa: TRY004
+        raise ValueError(f"{path} must hold a JSON object, not {type(raw).__name__}")
     return raw
 
 
@@ -117,9 +117,7 @@ def _find_family(raw: dict[str, Any], path: Path) -> Family:
     model_type = str(raw.get("model_type"))
     if model_type not in FAMILIES:
         supported = ", ".join(sorted(FAMILIES))
-        raise ValueError(
-            f"{path}: model_type {model_type!r} is not a supported family; supported are {supported}"
-        )
+        raise ValueError(f"{path}: model_type {model_type!r} is not a supported family; supported are {supported}")
     return FAMILIES[model_type]
 
 
@@ -199,8 +197,7 @@ def _read_rope(raw: dict[str, Any], path: Path) -> tuple[float, dict[str, float]
     base = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
     if "rope_theta" in raw and float(raw["rope_theta"]) != base:
         raise ValueError(
-            f"{path}: rope_theta is {raw['rope_theta']} but rope_parameters.rope_theta is {base:g}; "
-            "make them agree"
+            f"{path}: rope_theta is {raw['rope_theta']} but rope_parameters.rope_theta is {base:g}; make them agree"
         )
     partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0):

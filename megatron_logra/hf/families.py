@@ -156,13 +156,9 @@ _QWEN3 = Family(
     layer_rules=(_INPUT_NORM, _QKV, *_QK_NORMS, _ATTENTION_OUT, _MLP_NORM, *_DENSE_MLP),
     outer_rules=_OUTER,
     qk_layernorm=True,
-    config_defaults=MappingProxyType(
-        {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}
-    ),
+    config_defaults=MappingProxyType({"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}),
     refused_flags=MappingProxyType({"attention_bias": "it puts a bias on q_proj, k_proj, v_proj and o_proj"}),
 )
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.name: family for family in (_LLAMA, _QWEN2, _QWEN3)}
-)
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (_LLAMA, _QWEN2, _QWEN3)})
 """Supported families by the `model_type` of config.json."""

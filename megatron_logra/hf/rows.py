@@ -102,9 +102,7 @@ def validate_layout(shape: ModelShape, *, tp_size: int, pp_size: int = 1) -> Non
 
     def check(what: str, count: int, setting: str, size: int) -> None:
         if count % size:
-            problems.append(
-                f"{count} {what} cannot be split over {setting} {size}: {count} % {size} = {count % size}"
-            )
+            problems.append(f"{count} {what} cannot be split over {setting} {size}: {count} % {size} = {count % size}")
 
     check("attention heads", shape.num_attention_heads, "tensor_model_parallel_size", tp_size)
     check("query groups (KV heads)", shape.num_query_groups, "tensor_model_parallel_size", tp_size)

@@ -45,9 +45,8 @@ class ShardFile:
     def fits(self, name: str, tensor: Tensor, max_bytes: float) -> bool:
         """Whether the tensor may go into this file: size, room in the header, and alignment to its element size."""
         header = self._header_bytes + len(_encode_header({name: self._entry(tensor)}))
-        return (
-            not self.entries
-            or self.data_bytes + tensor.nbytes <= max_bytes
+        return not self.entries or (
+            self.data_bytes + tensor.nbytes <= max_bytes
             and header <= _HEADER_BYTES
             and self.data_bytes % tensor.element_size() == 0
         )

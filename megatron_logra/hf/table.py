@@ -113,9 +113,7 @@ def _stage_entries(
     return entries
 
 
-def _build_entry(
-    shape: ModelShape, rule: Rule, megatron_prefix: str = "", hf_prefix: str = ""
-) -> ParameterEntry:
+def _build_entry(shape: ModelShape, rule: Rule, megatron_prefix: str = "", hf_prefix: str = "") -> ParameterEntry:
     sources, hf_rows, hf_columns = [], dict[str, int](), dict[str, tuple[int, ...]]()
     for source in rule.sources:
         name, rows = hf_prefix + source.name, shape.size_of(source.rows)

@@ -44,8 +44,9 @@ def build_loggers(
 ) -> LoggerGroup:
     """Open every destination on rank 0; other ranks get a group that does nothing.
 
-    Without `run_dir` nothing is written to files but what `tensorboard_dir` and wandb ask for. `last_step` is the step that training ends with. `resume_step` and `wandb_run_id` come from the checkpoint that was
-    loaded. Raises `OSError` where `run_dir` cannot be written to; TensorBoard and wandb only warn.
+    Without `run_dir` nothing is written to files but what `tensorboard_dir` and wandb ask for. `last_step` is the step
+    that training ends with. `resume_step` and `wandb_run_id` come from the checkpoint that was loaded. Raises `OSError`
+    where `run_dir` cannot be written to; TensorBoard and wandb only warn.
     """
     if rank != 0:
         return LoggerGroup()

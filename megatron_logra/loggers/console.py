@@ -4,8 +4,8 @@
         0       -   8.0 (4-15)        -      -       -      -        -           -
         1   0.125            -  1.9e-04   1.02    11.2   6.10     8.20         102
 
-accuracy %: greedy held-out accuracy with its 95 % interval; KL pred: predicted KL of the whole proposed update, in nats a
-token, before it is scaled by alpha; length: mean response length in tokens; tok/s/rank: prompt and response tokens a
+accuracy %: greedy held-out accuracy with its 95 % interval; KL pred: predicted KL of the whole proposed update, in nats
+a token, before it is scaled by alpha; length: mean response length in tokens; tok/s/rank: prompt and response tokens a
 second and rank. A value that a step does not have, or that is not finite, is a dash.
 """
 

@@ -50,7 +50,9 @@ class JsonlLogger:
             drop_rows_after(self._samples_path, resume_step)
             self._last_row = rows[-1] if rows else {"step": resume_step}
         self._file = open(path, "ab")  # noqa: SIM115
-        self._last_offset = self._file.tell() - (len(_to_line(self._last_row)) if "wall_time_s" in self._last_row else 0)
+        self._last_offset = self._file.tell() - (
+            len(_to_line(self._last_row)) if "wall_time_s" in self._last_row else 0
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one row and flush it. Raises `ValueError` for a step before the last one."""

@@ -42,7 +42,9 @@ class WandbLogger:
                 self.run_id = self._run.id
                 break
             except Exception as error:  # any failure of an optional destination
-                _log.warning("wandb could not be started %s: %s: %s", attempt, type(error).__name__, " ".join(str(error).split()))
+                _log.warning(
+                    "wandb could not be started %s: %s: %s", attempt, type(error).__name__, " ".join(str(error).split())
+                )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of one step."""

@@ -74,9 +74,7 @@ def build_policy(shape: ModelShape, settings: PolicySettings, groups: ParallelGr
         embedding=groups.is_first_stage,
         final=groups.is_last_stage,
     )
-    model = build_model(
-        shape, config, groups, max_sequence_length=settings.seq_length, padded_vocab_size=padded_vocab
-    )
+    model = build_model(shape, config, groups, max_sequence_length=settings.seq_length, padded_vocab_size=padded_vocab)
     phase = SketchPhase()
     named = dict(model.named_parameters())
     targets = []
@@ -133,9 +131,7 @@ def load_weights_(policy: Policy, read: ReadTensor) -> None:
                 f"{parameter.entry.megatron_name} is {tuple(weight.shape)} in Megatron but {parameter.shape} by the "
                 "table of its family"
             )
-        local = assemble_local(
-            parameter.entry, parameter.row_slices, parameter.columns, read, parameter.shape
-        )
+        local = assemble_local(parameter.entry, parameter.row_slices, parameter.columns, read, parameter.shape)
         target = by_name.get(parameter.entry.megatron_name)
         if target is not None:
             store_master_(target, local.to(weight.device))

@@ -119,7 +119,7 @@ def install_cpu_support() -> bool:
             output, input, _split_sizes_on_host(output_splits), _split_sizes_on_host(input_splits), **options
         )
 
-    dist.all_to_all_single = all_to_all_with_host_splits
+    dist.all_to_all_single = all_to_all_with_host_splits  # type: ignore[assignment]
     CudaRequestsOnCpu().__enter__()
     return True
 

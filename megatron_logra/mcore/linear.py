@@ -108,9 +108,7 @@ class _SketchedRowLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
         weight, projected = ctx.saved_tensors
-        accumulate_sketch_(
-            ctx.target.require_sketch(), grad_out.reshape(-1, grad_out.shape[-1]), projected
-        )
+        accumulate_sketch_(ctx.target.require_sketch(), grad_out.reshape(-1, grad_out.shape[-1]), projected)
         return grad_out @ weight, None, None
 
 
@@ -183,9 +181,7 @@ class SketchedRowParallelLinear(RowParallelLinear):
         phase = self.target.phase.current
         if phase == "tangent":
             projected = project(forward_ad.unpack_dual(input_).primal, self.target)
-            partial = add_update_tangent(
-                F.linear(input_, self.weight), projected, self.target.require_sketch()
-            )
+            partial = add_update_tangent(F.linear(input_, self.weight), projected, self.target.require_sketch())
         elif phase == "accumulate" and torch.is_grad_enabled():
             partial = _SketchedRowLinear.apply(input_, self.weight, self.target)
         else:

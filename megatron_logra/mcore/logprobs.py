@@ -47,9 +47,7 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _local_statistics(
-    logits: Tensor, target_n: Tensor, shard: VocabShard
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _local_statistics(logits: Tensor, target_n: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Maximum, sum of exponentials, exponential-weighted sum of logits and the target's logit (0 when elsewhere)."""
     if logits.shape[1] == 0:
         zero = logits.new_zeros(logits.shape[0])
@@ -104,9 +102,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         for hidden, target, lse, grad in zip(
             *(t.split(ctx.chunk) for t in (hidden_NH, target_N, normaliser, grad_N)), strict=True
         ):
-            probabilities = (
-                compute_chunk_logits(hidden, weight_VH, shard, ctx.temperature).sub_(lse[:, None]).exp_()
-            )
+            probabilities = compute_chunk_logits(hidden, weight_VH, shard, ctx.temperature).sub_(lse[:, None]).exp_()
             grad_logits = probabilities.mul_(-grad[:, None] / ctx.temperature)
             own, column = _own_targets(target, shard)
             if shard.num_valid:

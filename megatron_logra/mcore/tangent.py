@@ -60,9 +60,7 @@ def compute_predicted_kl(policy: Policy, batch: MicroBatch, *, temperature: floa
     return torch.zeros((), dtype=torch.float64, device=batch.tokens_BT.device)
 
 
-def compute_actual_kl(
-    policy: Policy, hidden_before: Tensor, hidden_after: Tensor, *, temperature: float
-) -> Tensor:
+def compute_actual_kl(policy: Policy, hidden_before: Tensor, hidden_after: Tensor, *, temperature: float) -> Tensor:
     """Sum over positions of the exact `KL(old || new)` in nats from hidden states `[N, H]` of the last stage.
 
     The output layer is the same before and after, so hidden states are all that must be kept of the old policy.
@@ -89,9 +87,7 @@ def _reduce_tangent(policy: Policy, hidden_NH: Tensor, tangent_NH: Tensor, tempe
             temperature=temperature,
             group=policy.groups.tp,
         )
-        for hidden, tangent in zip(
-            hidden_NH.split(policy.chunk_size), tangent_NH.split(policy.chunk_size), strict=True
-        )
+        for hidden, tangent in zip(hidden_NH.split(policy.chunk_size), tangent_NH.split(policy.chunk_size), strict=True)
     ]
     return torch.cat(parts)
 

@@ -32,9 +32,7 @@ _BLOCK_ROWS = 2048
 _BLOCK_COLUMNS = 2048
 
 
-def round_factor(
-    direction_OR: Tensor, alpha: float, rank: int, *, dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
+def round_factor(direction_OR: Tensor, alpha: float, rank: int, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The factor `U_OR = alpha * D`, rounded once to the bf16 numbers on its row's grid (see the module's text).
 
     An entry of at least 2^7 steps is rounded to bf16, whose spacing there is at least one step; a smaller one to a

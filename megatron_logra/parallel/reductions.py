@@ -1,7 +1,7 @@
 """The sums a LoGRA step makes over ranks, each over an explicit group.
 
-    sketch   row-parallel rows over TP (partial sums), then the whole flat buffer over DP
-    scalars  segment statistics over TP; norms over TP x PP
+sketch   row-parallel rows over TP (partial sums), then the whole flat buffer over DP
+scalars  segment statistics over TP; norms over TP x PP
 """
 
 from __future__ import annotations

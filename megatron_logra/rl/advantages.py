@@ -31,9 +31,7 @@ def group_advantages(
     """
     num_responses = rewards_BG.shape[1]
     if num_responses < 2:
-        raise ValueError(
-            f"grpo_group_size is {num_responses}: a group-relative advantage needs at least 2 responses"
-        )
+        raise ValueError(f"grpo_group_size is {num_responses}: a group-relative advantage needs at least 2 responses")
     if valid_BG is None:
         valid_BG = torch.ones_like(rewards_BG, dtype=torch.bool)
     rewards64_BG = torch.where(valid_BG, rewards_BG.double(), 0.0)
@@ -57,9 +55,7 @@ def response_advantages(responses: Sequence[Response], *, epsilon: float = 1e-6)
         members.setdefault(response.group, []).append(index)
     sizes = {len(indices) for indices in members.values()}
     if len(sizes) != 1:
-        raise ValueError(
-            f"the groups of responses have sizes {sorted(sizes)}: all prompts need equally many responses"
-        )
+        raise ValueError(f"the groups of responses have sizes {sorted(sizes)}: all prompts need equally many responses")
     index_BG = torch.tensor(list(members.values()))
     rewards = torch.tensor([response.reward for response in responses], dtype=torch.float64)
     valid = torch.tensor([response.valid for response in responses])

@@ -65,31 +65,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m megatron_logra.rl.arithmetic", description=main.__doc__)
     parser.add_argument("--train-data", required=True, help="training file to write (.jsonl)")
     parser.add_argument("--eval-data", required=True, help="held-out file to write (.jsonl)")
-    parser.add_argument(
-        "--train-count", type=int, default=2000, help="training questions (default %(default)s)"
-    )
-    parser.add_argument(
-        "--eval-count", type=int, default=200, help="held-out questions (default %(default)s)"
-    )
+    parser.add_argument("--train-count", type=int, default=2000, help="training questions (default %(default)s)")
+    parser.add_argument("--eval-count", type=int, default=200, help="held-out questions (default %(default)s)")
     parser.add_argument("--digits", type=int, default=2, help="digits of each number (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
-    parser.add_argument(
-        "--template", default=DEFAULT_TEMPLATE, help="question with {a} and {b} (default: %(default)s)"
-    )
+    parser.add_argument("--template", default=DEFAULT_TEMPLATE, help="question with {a} and {b} (default: %(default)s)")
     options = parser.parse_args(argv)
     common = {"digits": options.digits, "template": options.template}
     try:
-        held_out = write_addition_questions(
-            options.eval_data, count=options.eval_count, seed=options.seed, **common
-        )
+        held_out = write_addition_questions(options.eval_data, count=options.eval_count, seed=options.seed, **common)
         write_addition_questions(
             options.train_data, count=options.train_count, seed=options.seed + 1, exclude=held_out, **common
         )
     except ValueError as error:
         parser.error(str(error))
-    print(
-        f"{options.train_data}: {options.train_count} questions; {options.eval_data}: {len(held_out)} held out"
-    )
+    print(f"{options.train_data}: {options.train_count} questions; {options.eval_data}: {len(held_out)} held out")
 
 
 if __name__ == "__main__":

@@ -151,9 +151,7 @@ def build_microbatches(
     batches = []
     for start in range(0, len(responses), micro_batch_size):
         rows = responses[start : start + micro_batch_size]
-        batch = _build_one(
-            rows, advantage_list[start : start + micro_batch_size], start, padded_length, pad_id, dtype
-        )
+        batch = _build_one(rows, advantage_list[start : start + micro_batch_size], start, padded_length, pad_id, dtype)
         valid_rows = [row for row in rows if row.valid]
         if has_old:
             old_N = _concatenate([row.old_logprobs for row in valid_rows], dtype)
@@ -165,9 +163,7 @@ def build_microbatches(
     return batches
 
 
-def compute_padded_length(
-    responses: Iterable[Response], *, pad_multiple: int = 1, length: int | None = None
-) -> int:
+def compute_padded_length(responses: Iterable[Response], *, pad_multiple: int = 1, length: int | None = None) -> int:
     """Give T of ``build_microbatches``: ``length`` or the longest response, rounded up to ``pad_multiple``.
 
     Raises ``ValueError`` when a response does not fit into ``length``, or ``length`` is no multiple.
@@ -219,9 +215,7 @@ def split_data_parallel(responses: Sequence[Response], rank: int, size: int) -> 
     tokens_of_rank = [0] * size
     mine = []
     for start in range(0, len(responses), size):
-        longest_first = sorted(
-            range(start, start + size), key=lambda index: (-responses[index].num_tokens, index)
-        )
+        longest_first = sorted(range(start, start + size), key=lambda index: (-responses[index].num_tokens, index))
         lightest_first = sorted(range(size), key=lambda owner: (tokens_of_rank[owner], owner))
         for index, owner in zip(longest_first, lightest_first, strict=True):
             tokens_of_rank[owner] += responses[index].num_tokens
@@ -230,9 +224,7 @@ def split_data_parallel(responses: Sequence[Response], rank: int, size: int) -> 
     return mine
 
 
-def select_probe_responses(
-    responses: Sequence[Response], *, num_responses: int, max_tokens: int
-) -> list[Response]:
+def select_probe_responses(responses: Sequence[Response], *, num_responses: int, max_tokens: int) -> list[Response]:
     """Take the first ``num_responses`` responses, cut to at most ``max_tokens`` generated tokens together.
 
     For measuring a KL divergence, which needs states the policy visits and no reward: an invalid response
@@ -245,9 +237,7 @@ def select_probe_responses(
             f"kl_probe_responses is {num_responses}: it must lie in 1..{len(responses)} (responses of a rank)"
         )
     if max_tokens < num_responses:
-        raise ValueError(
-            f"kl_probe_max_tokens {max_tokens} gives no token to some of the {num_responses} responses"
-        )
+        raise ValueError(f"kl_probe_max_tokens {max_tokens} gives no token to some of the {num_responses} responses")
     probes = []
     left = max_tokens
     for position, response in enumerate(responses[:num_responses]):

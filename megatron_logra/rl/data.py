@@ -105,9 +105,7 @@ def tokenize_prompts(
     texts = [_render(sample, tokenizer, apply_chat_template) for sample in samples]
     encoded = tokenizer(texts, add_special_tokens=not apply_chat_template)["input_ids"]
     prompts = [list(ids) for ids in encoded]
-    too_long = [
-        (sample, ids) for sample, ids in zip(samples, prompts, strict=True) if len(ids) > max_prompt_tokens
-    ]
+    too_long = [(sample, ids) for sample, ids in zip(samples, prompts, strict=True) if len(ids) > max_prompt_tokens]
     if too_long:
         shown = "; ".join(
             f"sample {sample.index} ({sample.source}) has {len(ids)} tokens" for sample, ids in too_long[:5]
@@ -215,9 +213,7 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not text:
                 continue
             if not isinstance(row, dict):
-                raise ValueError(
-                    f"{source} is a JSON {type(row).__name__}: one JSON object is expected on every line"
-                )
+                raise ValueError(f"{source} is a JSON {type(row).__name__}: one JSON object is expected on every line")
             yield source, row
 
 
@@ -254,18 +250,12 @@ def _read_messages(prompt: Any, source: str) -> list[dict[str, str]]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(
-            f"{source}: the prompt must be a text or a non-empty list of messages, not {prompt!r:.80}"
-        )
+        raise ValueError(f"{source}: the prompt must be a text or a non-empty list of messages, not {prompt!r:.80}")
     messages = []
     for message in prompt:
-        role, content = (
-            (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        )
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError(
-                f"{source}: a message must be {{'role': text, 'content': text}}, not {message!r:.80}"
-            )
+            raise ValueError(f"{source}: a message must be {{'role': text, 'content': text}}, not {message!r:.80}")
         messages.append({"role": role, "content": content})
     if not any(message["content"].strip() for message in messages):
         raise ValueError(f"{source}: the prompt is empty")
@@ -285,9 +275,7 @@ def _render(sample: Sample, tokenizer: Any, apply_chat_template: bool) -> str:
     try:
         return str(tokenizer.apply_chat_template(sample.messages, add_generation_prompt=True, tokenize=False))
     except Exception as error:  # templates are programs: they refuse roles by raising what they like
-        raise ValueError(
-            f"the chat template refuses sample {sample.index} ({sample.source}): {error}"
-        ) from error
+        raise ValueError(f"the chat template refuses sample {sample.index} ({sample.source}): {error}") from error
 
 
 def _explain(max_prompt_tokens: int, max_new_tokens: int | None) -> str:

@@ -50,9 +50,7 @@ class RewardFailure:
 
     def __str__(self) -> str:
         shown = self.response if len(self.response) <= 200 else self.response[:200] + "..."
-        return (
-            f"no reward for sample {self.sample_index} ({self.source}): {self.message}; response: {shown!r}"
-        )
+        return f"no reward for sample {self.sample_index} ({self.source}): {self.message}; response: {shown!r}"
 
 
 def load_reward(name: str) -> RewardFunction:
@@ -77,9 +75,7 @@ def load_reward(name: str) -> RewardFunction:
         hint = f"; did you mean {', '.join(close)}?" if close else ""
         raise ValueError(f"reward {name!r}: {module_name!r} has no {function_name!r}{hint}")
     if not callable(function):
-        raise ValueError(
-            f"reward {name!r} is a {type(function).__name__}, not a function of (response, sample)"
-        )
+        raise ValueError(f"reward {name!r} is a {type(function).__name__}, not a function of (response, sample)")
     reward_function: RewardFunction = function
     return reward_function
 
@@ -121,9 +117,9 @@ def exact_number(response: str, sample: Sample) -> float:
 
 
 def math_verify_reward(response: str, sample: Sample) -> float:
-    """Give 1.0 when the expression in the response is mathematically the answer (package ``math_verify``).
+    r"""Give 1.0 when the expression in the response is mathematically the answer (package ``math_verify``).
 
-    LaTeX (a ``\\boxed`` result first) and plain expressions are read from the response; the answer is one
+    LaTeX (a ``\boxed`` result first) and plain expressions are read from the response; the answer is one
     expression without the prose around it. In the main thread of a process, a forked rank included, each
     expression has ``MATH_TIMEOUT_S`` seconds, after which it counts as wrong. That limit is a SIGALRM, which
     other threads cannot have: there it is off, and the caller must bring its own. Raises ``ValueError`` when

@@ -31,7 +31,5 @@ def select_informative(responses: Sequence[Response], advantages: Sequence[float
     count = max(multiple, -(-len(informative) // multiple) * multiple)
     chosen = set(informative)
     # Valid responses first: their tokens at least inform the metrics.
-    rest = sorted(
-        (index for index in range(total) if index not in chosen), key=lambda i: not responses[i].valid
-    )
+    rest = sorted((index for index in range(total) if index not in chosen), key=lambda i: not responses[i].valid)
     return sorted([*informative, *rest[: count - len(informative)]])

@@ -73,8 +73,7 @@ def collect_rollouts(
         error = failure
     raise_on_all_ranks(error, group, device)
     pairs = [
-        (generation.text, samples[number // group_size])
-        for number, generation in zip(share, generations, strict=True)
+        (generation.text, samples[number // group_size]) for number, generation in zip(share, generations, strict=True)
     ]
     rewards, failures = score_responses(reward, pairs)
     failed = {failure.position for failure in failures}

@@ -67,9 +67,7 @@ class CausalLM:
         slots_Q = torch.arange(start, start + tokens_BQ.shape[1], device=self.device)
         output = self._model(
             input_ids=tokens_BQ,
-            attention_mask=self._additive_mask(slots_Q, first_B, start + tokens_BQ.shape[1])
-            if padded
-            else None,
+            attention_mask=self._additive_mask(slots_Q, first_B, start + tokens_BQ.shape[1]) if padded else None,
             position_ids=(slots_Q[None, :] - first_B[:, None]).clamp_min(0),
             use_cache=True,
             logits_to_keep=1,
@@ -162,9 +160,7 @@ def _prefill(model: CausalLM, requests: Sequence[Request], max_tokens: int) -> t
     return torch.cat(logits), cache
 
 
-def _prefill_chunks(
-    requests: Sequence[Request], max_tokens: int
-) -> Iterator[tuple[list[tuple[int, ...]], list[int]]]:
+def _prefill_chunks(requests: Sequence[Request], max_tokens: int) -> Iterator[tuple[list[tuple[int, ...]], list[int]]]:
     """Distinct prompts and how many requests share each, in chunks of at most `max_tokens` padded tokens."""
     prompts: list[tuple[int, ...]] = []
     counts: list[int] = []

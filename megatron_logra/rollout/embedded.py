@@ -25,7 +25,7 @@ from megatron_logra.hf.safetensors_io import HFReader
 from megatron_logra.hf.table import full_table
 from megatron_logra.optim.split_master import SplitMaster, round_to_bf16
 from megatron_logra.rollout.decoding import CausalLM, Request, decode_batch
-from megatron_logra.rollout.engine import Generation, GenerateProgress, SamplingParams, request_seed
+from megatron_logra.rollout.engine import GenerateProgress, Generation, SamplingParams, request_seed
 from megatron_logra.rollout.stopping import StopRule
 from megatron_logra.sync.apply import apply_packet_
 from megatron_logra.sync.checksum import weights_checksum
@@ -140,8 +140,7 @@ class EmbeddedEngine:
         rule = StopRule(params, self.tokenizer)
         self._sample(requests, params, rule, progress)
         return [
-            Generation(one.token_ids, one.logprobs, one.finished, rule.text(one.token_ids), version)
-            for one in requests
+            Generation(one.token_ids, one.logprobs, one.finished, rule.text(one.token_ids), version) for one in requests
         ]
 
     @torch.inference_mode()
@@ -205,9 +204,7 @@ class EmbeddedEngine:
     def apply_factors(self, packet: FactorPacket) -> None:
         """Merges a packet into the weights; raises `PacketRefused` and changes nothing if it does not fit."""
         if self._version is None:
-            raise PacketRefused(
-                "the weights were left half changed by an error; a full synchronisation is needed"
-            )
+            raise PacketRefused("the weights were left half changed by an error; a full synchronisation is needed")
         version = self._version
         with self._changing():
             try:
@@ -234,9 +231,7 @@ class EmbeddedEngine:
                 self._store(name, tensor, seen)
             missing = self._parameters.keys() - seen
             if missing:
-                raise ValueError(
-                    f"a full synchronisation lacked {len(missing)} weights: {', '.join(sorted(missing))}"
-                )
+                raise ValueError(f"a full synchronisation lacked {len(missing)} weights: {', '.join(sorted(missing))}")
             self._version = version
 
     @contextmanager

@@ -36,9 +36,7 @@ class RolloutCacheLayer(CacheLayerMixin):
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends the new slots of every row in use and returns keys and values of all slots in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -61,9 +59,7 @@ class RolloutCacheLayer(CacheLayerMixin):
             new[:, :, : old.shape[2]] = old[: self.num_rows]
             setattr(self, name, new)
 
-    def copy_rows(
-        self, prompts: RolloutCacheLayer, source_rows: Tensor, first_row: int, shape: Sequence[int]
-    ) -> None:
+    def copy_rows(self, prompts: RolloutCacheLayer, source_rows: Tensor, first_row: int, shape: Sequence[int]) -> None:
         """Copies rows of a prompt's layer to rows `first_row`, ... of this one, right-aligned in `shape[1]` slots.
 
         Args:
@@ -77,9 +73,7 @@ class RolloutCacheLayer(CacheLayerMixin):
         for name in ("keys", "values"):
             source = getattr(prompts, name)
             if not self.is_initialized:
-                buffer = source.new_zeros(
-                    num_rows, source.shape[1], length + MIN_SLOT_GROWTH, source.shape[3]
-                )
+                buffer = source.new_zeros(num_rows, source.shape[1], length + MIN_SLOT_GROWTH, source.shape[3])
                 setattr(self, name, buffer)
             target = getattr(self, name)
             rows = slice(first_row, first_row + len(source_rows))
@@ -110,9 +104,7 @@ class RolloutCache(Cache):
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[RolloutCacheLayer() for _ in range(num_layers)])
 
-    def copy_rows(
-        self, prompts: RolloutCache, source_rows: Tensor, first_row: int, shape: Sequence[int]
-    ) -> None:
+    def copy_rows(self, prompts: RolloutCache, source_rows: Tensor, first_row: int, shape: Sequence[int]) -> None:
         """`RolloutCacheLayer.copy_rows` in every layer."""
         for layer, prompt_layer in zip(self.layers, prompts.layers, strict=True):
             layer.copy_rows(prompt_layer, source_rows, first_row, shape)

@@ -23,15 +23,12 @@ TOP_P_CANDIDATES = 512
 def draw_uniforms(seeds: Sequence[int], num_tokens: int) -> Tensor:
     """Uniform numbers in [0, 1), float64 `[len(seeds), num_tokens]` on the CPU, one generator a row."""
     rows = [
-        torch.rand(num_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        for seed in seeds
+        torch.rand(num_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds
     ]
     return torch.stack(rows)
 
 
-def sample_tokens(
-    logits_BV: Tensor, uniform_B: Tensor, *, temperature: float, top_p: float
-) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits_BV: Tensor, uniform_B: Tensor, *, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
     """Samples one token a row.
 
     Args:

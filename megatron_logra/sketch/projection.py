@@ -253,7 +253,7 @@ def _draw_normals(key: tuple[int, int], rank: int, start: int, stop: int, device
 
 
 def _place_signs(inverted_WC: Tensor, bits_per_word: int, magnitude_bits: int) -> Tensor:
-    """Move each bit to the sign position of an integer of the same width and put the magnitude under it: [W * bits, C]."""
+    """Move each bit to the sign position of an integer of its width, over the magnitude: [W * bits, C]."""
     shift_B1 = torch.arange(bits_per_word - 1, -1, -1, dtype=inverted_WC.dtype, device=inverted_WC.device)[:, None]
     signed = torch.bitwise_left_shift(inverted_WC[:, None, :], shift_B1)
     signed.bitwise_and_(-(1 << (bits_per_word - 1))).bitwise_or_(magnitude_bits)

@@ -128,9 +128,7 @@ def _check_shapes(packet: FactorPacket, shapes: Mapping[str, tuple[int, ...]]) -
         num_rows, width = shapes[entry.name]
         found = (*entry.factor_OR.shape, packet.widths.get(entry.group))
         if found != (num_rows, packet.rank, width):
-            problems.append(
-                f"{entry.name} has (rows, rank, width) {found}, needs {(num_rows, packet.rank, width)}"
-            )
+            problems.append(f"{entry.name} has (rows, rank, width) {found}, needs {(num_rows, packet.rank, width)}")
     _refuse_if(problems, "shapes", "of a wrong shape")
     wrong_dtype = [entry.name for entry in packet.entries if entry.factor_OR.dtype not in FACTOR_DTYPES]
     _refuse_if(wrong_dtype, "shapes", f"of a dtype that is none of {FACTOR_DTYPES}")

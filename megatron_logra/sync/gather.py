@@ -77,17 +77,14 @@ class GatherItem:
         return sum(math.prod(hf_shape) for hf_shape in self.hf_shapes.values())
 
 
-def factor_item(
-    entry: ParameterEntry, shape: ModelShape, *, tp_size: int, padded_vocab: int, rank: int
-) -> GatherItem:
+def factor_item(entry: ParameterEntry, shape: ModelShape, *, tp_size: int, padded_vocab: int, rank: int) -> GatherItem:
     """The item of a target's factor `[O, rank]`: its rows are split as the weight's, and it has no input columns.
 
     So a row-parallel target's factor is whole on every TP rank.
     """
     num_shards = tp_size if entry.parallel in ("column", "vocab") else 1
     shards = [
-        Shard(local_rows(entry, shape, tp_rank, tp_size, padded_vocab), slice(None))
-        for tp_rank in range(num_shards)
+        Shard(local_rows(entry, shape, tp_rank, tp_size, padded_vocab), slice(None)) for tp_rank in range(num_shards)
     ]
     return GatherItem(
         entry=entry,
@@ -101,9 +98,7 @@ def weight_item(entry: ParameterEntry, shape: ModelShape, *, tp_size: int, padde
     """The item of a parameter itself; vocabulary padding is cut."""
     num_shards = 1 if entry.parallel == "replicated" else tp_size
     shards = [
-        Shard(
-            local_rows(entry, shape, tp_rank, tp_size, padded_vocab), local_columns(entry, tp_rank, tp_size)
-        )
+        Shard(local_rows(entry, shape, tp_rank, tp_size, padded_vocab), local_columns(entry, tp_rank, tp_size))
         for tp_rank in range(num_shards)
     ]
     return GatherItem(entry, entry.hf_shapes, local_shape(entry, tp_size, padded_vocab), tuple(shards))
@@ -219,9 +214,7 @@ def _split_in_buckets(items: Sequence[GatherItem], max_elements: int) -> Iterato
         yield bucket
 
 
-def _check_layout(
-    stages: Sequence[Sequence[GatherItem]], tp_size: int, pp_size: int, bucket_bytes: int
-) -> None:
+def _check_layout(stages: Sequence[Sequence[GatherItem]], tp_size: int, pp_size: int, bucket_bytes: int) -> None:
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be >= 1, got {bucket_bytes}")
     if len(stages) != pp_size:

@@ -139,9 +139,7 @@ class FactorPacket(PacketHeader):
         header, labels = _decode_header(metadata.get("header", ""))
         if sorted(name for name, _ in labels) != sorted(tensors):
             raise PacketRefused("the packet's header lists other names than its factors have", "corrupt")
-        packet = replace(
-            header, entries=tuple(FactorEntry(name, group, tensors[name]) for name, group in labels)
-        )
+        packet = replace(header, entries=tuple(FactorEntry(name, group, tensors[name]) for name, group in labels))
         if _digest(metadata["header"], packet.entries) != metadata.get("digest"):
             raise PacketRefused("the packet's digest does not match its contents", "corrupt")
         return packet
@@ -162,14 +160,10 @@ def join_packets(parts: Iterable[FactorPacket]) -> FactorPacket:
         for field in fields(PacketHeader):
             ours, theirs = getattr(parts[0], field.name), getattr(part, field.name)
             if field.name != "widths" and ours != theirs:
-                raise PacketRefused(
-                    f"parts of different packets: {field.name} is {ours} in one, {theirs} in another"
-                )
+                raise PacketRefused(f"parts of different packets: {field.name} is {ours} in one, {theirs} in another")
         for group, width in part.widths.items():
             if widths.setdefault(group, width) != width:
-                raise PacketRefused(
-                    f"parts of different packets: {group} is {widths[group]} and {width} columns wide"
-                )
+                raise PacketRefused(f"parts of different packets: {group} is {widths[group]} and {width} columns wide")
     return replace(parts[0], widths=widths, entries=tuple(entry for part in parts for entry in part.entries))
 
 

@@ -190,10 +190,6 @@ def factor_bytes(stages: StageTables, rank: int, *, itemsize: int = 2) -> int:
 def full_bytes(stages: StageTables, *, itemsize: int = 2) -> int:
     """Bytes of all weights, tied ones once (`sync/full_bytes`)."""
     shapes = [
-        hf_shape
-        for entries in stages
-        for entry in entries
-        if entry.exported
-        for hf_shape in entry.hf_shapes.values()
+        hf_shape for entries in stages for entry in entries if entry.exported for hf_shape in entry.hf_shapes.values()
     ]
     return itemsize * sum(hf_shape[0] * (hf_shape[1] if len(hf_shape) == 2 else 1) for hf_shape in shapes)

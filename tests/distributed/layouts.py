@@ -45,9 +45,7 @@ class Layout:
         return text + ("-sp" if self.sp else "") + ("-recompute" if self.recompute else "")
 
 
-def make_responses(
-    *, num_prompts: int = 2, group_size: int = 4, vocab: int = 130, seed: int = 3
-) -> list[Response]:
+def make_responses(*, num_prompts: int = 2, group_size: int = 4, vocab: int = 130, seed: int = 3) -> list[Response]:
     """Random prompts and responses of unequal lengths (1, 2, 3 and up to 17 tokens) with random rewards."""
     rng = random.Random(seed)
     lengths = [1, 2, 3, 17, 5, 9, 12, 7]
@@ -103,9 +101,7 @@ def run_steps(
     return result
 
 
-def build(
-    folder: Path, layout: Layout, dtype: torch.dtype, *, sketch_rank: int = 8
-) -> tuple[Policy, LograOptimizer]:
+def build(folder: Path, layout: Layout, dtype: torch.dtype, *, sketch_rank: int = 8) -> tuple[Policy, LograOptimizer]:
     """This rank's policy with the folder's weights, and its optimizer."""
     install_cpu_support()
     groups = initialize_model_parallel(

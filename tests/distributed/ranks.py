@@ -62,9 +62,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
         RankError: a rank raised (its exception is the cause if it can be pickled), died, or the time was up.
     """
     if torch.cuda.is_initialized():
-        raise RuntimeError(
-            "run_ranks forks, which CUDA does not survive, and CUDA is initialised in this process"
-        )
+        raise RuntimeError("run_ranks forks, which CUDA does not survive, and CUDA is initialised in this process")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder_name:
         folder = Path(folder_name)
         processes = _fork_ranks(world_size, fn, args, folder, timeout_s)

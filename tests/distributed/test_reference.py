@@ -115,9 +115,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return {"folder": folder, "model": model, "gradients": gradients, "logprobs": logprobs}
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(), Layout(tp=2, sp=True), Layout(tp=2, pp=2, micro_batch_size=4)], ids=str
-)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sp=True), Layout(tp=2, pp=2, micro_batch_size=4)], ids=str)
 def test_sketches_are_dense_gradients_times_the_projection(case: dict[str, Any], layout: Layout) -> None:
     results = run_ranks(layout.world_size, _sketch, case["folder"], layout)
     sketches = join_blocks(results, "sketches", _shapes(case["folder"]))
@@ -140,9 +138,7 @@ def test_predicted_kl_is_the_derivative_and_the_limit_of_the_exact_kl(case: dict
     results = run_ranks(layout.world_size, _sketch, case["folder"], layout)
     directions = join_blocks(results, "directions", _shapes(case["folder"]))
     model = case["model"]
-    change = {
-        name: -directions[name] @ _projection(group, width) for name, group, width in _targets(case["folder"])
-    }
+    change = {name: -directions[name] @ _projection(group, width) for name, group, width in _targets(case["folder"])}
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
 
     def logits_at(step: Tensor, response: Response) -> Tensor:

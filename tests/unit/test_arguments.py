@@ -161,9 +161,7 @@ def test_missing_and_empty_files(yaml_file, tmp_path):
 
 
 def test_yaml_takes_off_for_a_text_and_exponents_for_numbers(yaml_file):
-    path = yaml_file(
-        "kl_control: off\nlogra_eps: 1e-8\nlogra_update_ratio: 1\nwandb_project: 2026-12-01\nsave:\n"
-    )
+    path = yaml_file("kl_control: off\nlogra_eps: 1e-8\nlogra_update_ratio: 1\nwandb_project: 2026-12-01\nsave:\n")
     config = parse_arguments([*REQUIRED, "--config", path])
     assert (config.kl.kl_control, config.optimizer.logra_eps) == ("off", 1e-8)
     assert type(config.optimizer.logra_update_ratio) is float

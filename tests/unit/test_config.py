@@ -34,9 +34,7 @@ def test_leaf_names_are_unique_and_flags_are_words():
 
 def test_every_setting_has_help_and_every_fraction_a_range():
     floats = {spec.name for spec in iterate_settings() if spec.kind is float}
-    assert floats <= {name for name, _ in _RANGES}, (
-        "a number without a listed range would have to be at least 1"
-    )
+    assert floats <= {name for name, _ in _RANGES}, "a number without a listed range would have to be at least 1"
     assert {name for name, _ in _RANGES} <= {spec.name for spec in iterate_settings()}
     assert all(spec.help for spec in iterate_settings())
 
@@ -261,9 +259,7 @@ def test_model_parallel_names_the_arithmetic_of_everything_that_cannot_be_split(
         "28 attention heads cannot be split over tensor_model_parallel_size 8: 28 % 8 = 4; "
         "set --tensor-model-parallel-size to a divisor of 28 (1, 2, 4, 7, 14, 28)"
     )
-    assert groups.startswith(
-        "4 query groups (key/value heads) cannot be split over tensor_model_parallel_size 8"
-    )
+    assert groups.startswith("4 query groups (key/value heads) cannot be split over tensor_model_parallel_size 8")
     assert layers.startswith("28 layers cannot be split over pipeline_model_parallel_size 3: 28 % 3 = 1")
 
 
@@ -278,9 +274,7 @@ def test_model_parallel_checks_mlp_sequence_positions_and_recomputation():
     with pytest.raises(ConfigError) as caught:
         validate_model_parallel(config, **SHAPE | {"ffn_hidden_size": 101}, max_position_embeddings=1000)
     mlp, sequence, recompute, positions = caught.value.problems
-    assert (
-        "101 columns of ffn_hidden_size cannot be split over tensor_model_parallel_size 2: 101 % 2 = 1" in mlp
-    )
+    assert "101 columns of ffn_hidden_size cannot be split over tensor_model_parallel_size 2: 101 % 2 = 1" in mlp
     assert "1025 % 2 = 1" in sequence
     assert "recompute_num_layers 5 is more than the layers of a pipeline stage, 28 // 7 = 4" in recompute
     assert "seq_length 1025 is more than the 1000 positions" in positions

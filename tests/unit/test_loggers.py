@@ -172,7 +172,12 @@ def test_wandb_records_offline_and_continues_a_run(tmp_path: Path, monkeypatch: 
     group = build_loggers(settings, run_dir=tmp_path, rank=0, wandb_run_id="abc", run_config={"a": 1})
     # Online failed, so the same run went on offline.
     assert [call["mode"] for call in calls] == ["online", "offline"]
-    assert (calls[1]["project"], calls[1]["name"], calls[1]["id"], calls[1]["resume"]) == ("project", "name", "abc", "allow")
+    assert (calls[1]["project"], calls[1]["name"], calls[1]["id"], calls[1]["resume"]) == (
+        "project",
+        "name",
+        "abc",
+        "allow",
+    )
     assert group.wandb_run_id == "abc"
     for step in (1, 2, 3):
         group.log(step, {"train/reward": 0.5})
@@ -233,16 +238,14 @@ FULL_ROW = {
 
 
 def test_table_is_aligned_and_fits_a_terminal() -> None:
-    assert render_header() == (
-        " step  reward    accuracy %  KL pred  alpha  length  gen s  train s  tok/s/rank"
-    )
+    assert render_header() == (" step  reward    accuracy %  KL pred  alpha  length  gen s  train s  tok/s/rank")
     assert render_row(12, FULL_ROW) == (
         "   12   0.438  57.0 (47-66)  1.9e-04   1.02    11.2   6.10      123       12.3k"
     )
     assert render_row(0, {**compute_accuracy_metrics(0, 100), "train/reward": math.nan}) == (
         "    0       -     0.0 (0-4)        -      -       -      -        -           -"
     )
-    extreme = {name: 1e8 for name in FULL_ROW} | {"train/reward": -1.0} | compute_accuracy_metrics(100, 100)
+    extreme = dict.fromkeys(FULL_ROW, 100000000.0) | {"train/reward": -1.0} | compute_accuracy_metrics(100, 100)
     widths = {len(render_row(99999, row)) for row in (FULL_ROW, extreme, {})}
     assert widths == {len(render_header())}
     assert len(render_header()) <= 79

@@ -83,7 +83,9 @@ def test_gen_kl_error_estimates_the_exact_divergence() -> None:
 def test_gen_kl_error_is_exact_for_tiny_differences() -> None:
     # exp(r) - r - 1 = r^2 / 2 + r^3 / 6 + ...; at r = 1e-4 the float64 error of expm1(r) - r is about 1e-20.
     r = 1e-4
-    value = metrics.gen_kl_error(torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.0 + r], dtype=torch.float64))
+    value = metrics.gen_kl_error(
+        torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.0 + r], dtype=torch.float64)
+    )
     assert float(value) == pytest.approx(r**2 / 2 + r**3 / 6, rel=1e-6)
 
 
@@ -130,7 +132,9 @@ def test_ranks_with_different_names_are_found_out() -> None:
         first.add_mean_("a", [1.0, 2.0], [1.0])
 
 
-@pytest.mark.parametrize(("successes", "total", "confidence"), [(8, 100, 0.95), (57, 100, 0.95), (3, 7, 0.8), (99, 100, 0.99)])
+@pytest.mark.parametrize(
+    ("successes", "total", "confidence"), [(8, 100, 0.95), (57, 100, 0.95), (3, 7, 0.8), (99, 100, 0.99)]
+)
 def test_wilson_interval_solves_its_defining_equation(successes: int, total: int, confidence: float) -> None:
     # Both ends p satisfy |share - p| = z sqrt(p (1 - p) / n), with z the two-sided normal quantile.
     share = successes / total
