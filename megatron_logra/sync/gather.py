@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_logra.hf.config import ModelShape
 from megatron_logra.hf.rows import ParameterEntry, RowSlice, local_columns, local_rows, local_shape
+from megatron_logra.parallel.collectives import all_gather_first_dim
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,7 @@ def _fill_bucket(
         return
     # Flat and contiguous: gloo takes the storage of a strided tensor without a word.
     send = torch.cat([local.reshape(-1) for _, _, local in sharded])
-    received = torch.empty(tp_size, send.numel(), dtype=send.dtype, device=send.device)
-    dist.all_gather_into_tensor(received, send, group=tp_group)
+    received = send[None] if tp_group is None else all_gather_first_dim(send[None], tp_group)
     for tp_rank in range(tp_size):
         start = 0
         for item, item_views, local in sharded:
