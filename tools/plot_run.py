@@ -143,7 +143,7 @@ def draw_kl(axes: Axes, rows: Rows) -> bool:
     axes.set_title("KL of one update")
     scaled = [row | {"scaled": scaled_kl(row)} for row in map(dict, rows) if scaled_kl(row) is not None]
     # The controller aims at the budget exactly, so the budget is a broad band behind the line that should lie on it.
-    band: dict[str, Any] = {"linewidth": 7, "marker": None, "solid_capstyle": "butt"}
+    band: dict[str, Any] = {"linewidth": 7, "marker": "s" if len(rows) == 1 else None, "solid_capstyle": "butt"}
     points: dict[str, Any] = {"linestyle": "none", "marker": "D", "markersize": 4 if len(rows) <= MANY_STEPS else 2.5}
     shown = [
         draw_line(axes, rows, "logra/effective_budget", "budget", "#c8c8c8", **band),
@@ -181,15 +181,16 @@ def scaled_kl(row: Mapping[str, Any]) -> float | None:
 
 def from_zero(axes: Axes) -> None:
     """Let the vertical axis run from zero to a little above the data."""
-    if math.isfinite(axes.dataLim.y1) and axes.dataLim.y1 > 0:
-        axes.set_ylim(0, 1.06 * axes.dataLim.y1)
+    highest = axes.dataLim.y1
+    axes.set_ylim(0, 1.06 * highest if math.isfinite(highest) and highest > 0 else 1.0)
 
 
 def draw_alpha(axes: Axes, rows: Rows) -> bool:
     """Draw the factor that scales the proposed update."""
     axes.set_title("Step scale alpha")
     drawn = draw_line(axes, rows, "logra/alpha", "applied update / proposed update", BLUE)
-    axes.axhline(1.0, color=GREY, linewidth=1.2, linestyle=":")
+    if drawn:
+        axes.axhline(1.0, color=GREY, linewidth=1.2, linestyle=":")
     from_zero(axes)
     axes.set_ylabel("factor")
     return drawn
@@ -277,7 +278,7 @@ PANELS: tuple[Callable[[Axes, Rows], bool], ...] = (
 def finish_panel(axes: Axes, drawn: bool, first_step: int, last_step: int) -> None:
     """Give a panel its common step axis, and a legend between title and frame where nothing can be hidden by it."""
     axes.set_xlabel("step")
-    margin = max(0.6, 0.015 * (last_step - first_step))
+    margin = max(0.6, 0.015 * (last_step - first_step)) if last_step > first_step else 2.0
     axes.set_xlim(first_step - margin, last_step + margin)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
     if not drawn:

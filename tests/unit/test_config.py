@@ -288,9 +288,11 @@ def test_model_parallel_accepts_what_divides():
 def test_paths_that_are_missing_or_of_the_wrong_kind(tmp_path):
     file = tmp_path / "file.jsonl"
     file.write_text("{}\n")
+    other = tmp_path / "other"
+    other.write_text("")
     validate_paths(config_of(hf_checkpoint=str(tmp_path), train_data=str(file), save=str(tmp_path / "new")))
     config = config_of(
-        hf_checkpoint=str(file), train_data=str(tmp_path), eval_data=str(tmp_path / "none"), save=str(file)
+        hf_checkpoint=str(file), train_data=str(tmp_path), eval_data=str(tmp_path / "none"), save=str(other)
     )
     with pytest.raises(ConfigError) as caught:
         validate_paths(config)
