@@ -224,7 +224,9 @@ class DataConfig:
     answer_key: str = setting("answer", help="key of the reference answer")
     system_prompt: str | None = setting(None, help="system message put before each prompt; not set: none")
     apply_chat_template: bool = setting(True, help="render prompts with the chat template of the tokenizer")
-    reward: str = setting("megatron_logra.rl.rewards:exact_number", help="reward function, module:function")
+    reward: str = setting(
+        "megatron_logra.rl.rewards:exact_number", help="reward function, module:function or path/to/file.py:function"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,10 +161,13 @@ def _check_texts(config: Config) -> Iterator[str]:
             f"prompt_key and answer_key are both {config.data.prompt_key!r}, so that the answer would be the "
             "question: set --answer-key to the key of the answer"
         )
-    module, colon, function = config.data.reward.partition(":")
-    is_path = all(part.isidentifier() for part in module.split("."))
+    module, colon, function = config.data.reward.rpartition(":")
+    is_path = module.endswith(".py") or all(part.isidentifier() for part in module.split("."))
     if config.data.reward and not (colon and is_path and function.isidentifier()):
-        yield f"reward {config.data.reward!r} is not of the form module:function, for example my_rewards:exact"
+        yield (
+            f"reward {config.data.reward!r} is not of the form module:function, "
+            "for example my_rewards:exact or path/to/my_rewards.py:exact"
+        )
 
 
 def _check_layout(config: Config, world_size: int) -> Iterator[str]:

@@ -31,7 +31,7 @@ from megatron_logra.rl.batching import Response, attach_logprobs
 from megatron_logra.rollout.collect import Rollouts, collect_rollouts
 from megatron_logra.rollout.engine import GenerateProgress, SamplingParams
 from megatron_logra.rollout.evaluate import evaluate_policy
-from megatron_logra.run import Run, build_run
+from megatron_logra.run import Run, SetUpError, build_run
 from megatron_logra.summary import log_samples, summarise
 from megatron_logra.sync.packet import PacketHeader, PacketRefused
 from megatron_logra.train_step import (
@@ -231,7 +231,7 @@ def start(run: Run) -> None:
     """Continue from --load if given, open the loggers, and write down what this run is."""
     config, state = run.config, {}
     if config.checkpoint.load is not None:
-        state = load_checkpoint(Path(config.checkpoint.load), run.policy, run.optimizer, run.device)
+        state = load_state(run, Path(config.checkpoint.load))
         run.step = int(state["step"])
         run.stream.load_state_dict(state["data"])
         run.controller.load_state_dict(state["controller"])
@@ -248,6 +248,14 @@ def start(run: Run) -> None:
     )
     if folder is not None and run.is_first_rank:
         (folder / "config.yaml").write_text(resolved_yaml(config), encoding="utf-8")
+
+
+def load_state(run: Run, folder: Path) -> dict[str, Any]:
+    """The checkpoint's tensors into policy and optimizer, and its other state; `SetUpError` on all ranks otherwise."""
+    try:
+        return load_checkpoint(folder, run.policy, run.optimizer, run.device)
+    except (ValueError, RuntimeError) as error:
+        raise SetUpError(str(error)) from error
 
 
 def save(run: Run) -> None:
