@@ -191,7 +191,7 @@ def test_model_overrides_are_those_given():
         (1, {"wandb_save_dir": "x"}, "wandb_save_dir x has no effect with no wandb_project"),
         (1, {"prompt_key": "q", "answer_key": "q"}, "prompt_key and answer_key are both 'q'"),
         (1, {"reward": "exact"}, "reward 'exact' is not of the form module:function"),
-        (1, {"reward": "my/file.py:exact"}, "reward 'my/file.py:exact' is not of the form module:function"),
+        (1, {"reward": "my/file:exact"}, "reward 'my/file:exact' is not of the form module:function"),
         (1, {"rollout_stop": ["a", ""]}, "rollout_stop contains an empty text"),
         (1, {"rollout_stop": ["a", "a"]}, "contains the same text twice"),
         (1, {"hf_checkpoint": ""}, "hf_checkpoint is an empty text: give --hf-checkpoint a value"),
