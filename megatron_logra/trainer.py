@@ -59,9 +59,10 @@ def train(config: Config) -> None:
             if is_due(run, config.evaluation.eval_interval) or is_last(run):
                 metrics |= evaluate(run)
             report(run, metrics)
-            if is_due(run, config.checkpoint.save_interval) or is_last(run):
+            leaving = is_due(run, config.training.exit_interval) or is_last(run)
+            if is_due(run, config.checkpoint.save_interval) or leaving:
                 save(run)
-            if is_due(run, config.training.exit_interval):
+            if leaving:
                 break
     finally:
         run.loggers.close()

@@ -22,6 +22,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from megatron_logra.loggers.jsonl import METRICS_FILE, read_rows
@@ -143,8 +144,16 @@ def draw_kl(axes: Axes, rows: Rows) -> bool:
     axes.set_title("KL of one update")
     scaled = [row | {"scaled": scaled_kl(row)} for row in map(dict, rows) if scaled_kl(row) is not None]
     # The controller aims at the budget exactly, so the budget is a broad band behind the line that should lie on it.
-    band: dict[str, Any] = {"linewidth": 7, "marker": "s" if len(rows) == 1 else None, "solid_capstyle": "butt"}
-    points: dict[str, Any] = {"linestyle": "none", "marker": "D", "markersize": 4 if len(rows) <= MANY_STEPS else 2.5}
+    band: dict[str, Any] = {
+        "linewidth": 7,
+        "marker": "s" if len(rows) == 1 else None,
+        "solid_capstyle": "butt",
+    }
+    points: dict[str, Any] = {
+        "linestyle": "none",
+        "marker": "D",
+        "markersize": 4 if len(rows) <= MANY_STEPS else 2.5,
+    }
     shown = [
         draw_line(axes, rows, "logra/effective_budget", "budget", "#c8c8c8", **band),
         draw_line(axes, rows, "logra/predicted_kl", "predicted at alpha 1", SKY, linewidth=1.1, marker=None),
@@ -207,7 +216,12 @@ def draw_length(axes: Axes, rows: Rows) -> bool:
     if steps:
         right = axes.twinx()
         right.fill_between(
-            steps, shares, color=ORANGE, alpha=0.35, linewidth=0, label="cut off by the token limit (right axis)"
+            steps,
+            shares,
+            color=ORANGE,
+            alpha=0.35,
+            linewidth=0,
+            label="cut off by the token limit (right axis)",
         )
         right.set_ylim(0, 1)
         right.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
@@ -321,20 +335,25 @@ def summarize(rows: Rows) -> str:
     return "  |  ".join(parts)
 
 
-def plot_run(run_dir: Path, output: Path) -> None:
-    """Draw the run in `run_dir` to the PNG `output`."""
-    rows = load_run(run_dir)
-    with plt.rc_context(STYLE):  # type: ignore[arg-type]
+def build_figure(rows: Rows, title: str) -> Figure:
+    """Return the picture of a run."""
+    with plt.rc_context(STYLE):
         figure, grid = plt.subplots(3, 2, figsize=(13, 13.5), dpi=130)
         for axes, draw in zip(grid.flat, PANELS, strict=True):
             finish_panel(axes, draw(axes, rows), rows[0]["step"], rows[-1]["step"])
-        figure.text(0.07, 0.978, run_dir.resolve().name, fontsize=17, fontweight="bold", va="center")
+        figure.text(0.07, 0.978, title, fontsize=17, fontweight="bold", va="center", parse_math=False)
         figure.text(0.07, 0.957, summarize(rows), fontsize=11, color="#444444", va="center")
         figure.subplots_adjust(left=0.07, right=0.94, top=0.895, bottom=0.045, hspace=0.42, wspace=0.2)
         figure.align_ylabels()
-        output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output)
-        plt.close(figure)
+    return figure
+
+
+def plot_run(run_dir: Path, output: Path) -> None:
+    """Draw the run in `run_dir` to the PNG `output`."""
+    figure = build_figure(load_run(run_dir), run_dir.resolve().name)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, format="png")
+    plt.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -77,7 +77,10 @@ class ConsoleLogger:
     def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         """Print each response below the row, on one line, cut to a readable length."""
         for sample in samples:
-            prompt, response = _one_line(sample.prompt, _TEXT_WIDTH // 2), _one_line(sample.response, _TEXT_WIDTH)
+            prompt, response = (
+                _one_line(sample.prompt, _TEXT_WIDTH // 2),
+                _one_line(sample.response, _TEXT_WIDTH),
+            )
             answer = f"  (answer {_one_line(sample.answer, 20)})" if sample.answer else ""
             self._print(f"        reward {sample.reward:g}: {prompt} >>> {response}{answer}")
 

@@ -31,7 +31,13 @@ class WandbLogger:
     """
 
     def __init__(
-        self, *, project: str, name: str, folder: Path, run_config: Mapping[str, Any], run_id: str | None = None
+        self,
+        *,
+        project: str,
+        name: str,
+        folder: Path,
+        run_config: Mapping[str, Any],
+        run_id: str | None = None,
     ) -> None:
         self.run_id: str | None = None
         self._run: Any = None
@@ -43,7 +49,10 @@ class WandbLogger:
                 break
             except Exception as error:  # any failure of an optional destination
                 _log.warning(
-                    "wandb could not be started %s: %s: %s", attempt, type(error).__name__, " ".join(str(error).split())
+                    "wandb could not be started %s: %s: %s",
+                    attempt,
+                    type(error).__name__,
+                    " ".join(str(error).split()),
                 )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -104,14 +104,6 @@ class EmbeddedEngine:
             raise ValueError("the engine's weights were left half changed by an error; call load_full")
         return self._version
 
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The end-of-sequence tokens that the folder's generation config and tokenizer name."""
-        configured = getattr(self._model.generation_config, "eos_token_id", None)
-        ids = configured if isinstance(configured, list) else [configured]
-        ids = [*ids, getattr(self.tokenizer, "eos_token_id", None)]
-        return tuple(sorted({token for token in ids if token is not None}))
-
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

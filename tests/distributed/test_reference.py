@@ -37,7 +37,7 @@ def _shapes(folder: Path) -> dict[str, Any]:
 
 
 def _sketch(rank: int, world_size: int, folder: Path, layout: Layout) -> dict[str, Any]:
-    """Sketches of one accumulation, then directions, predicted KL (mean) and log-probabilities of the first batch."""
+    """Sketches of one accumulation, then directions and the mean predicted KL."""
     policy, optimizer = build(folder, layout, torch.float64, sketch_rank=RANK)
     responses = make_responses()
     advantages = response_advantages(responses).tolist()
@@ -48,9 +48,9 @@ def _sketch(rank: int, world_size: int, folder: Path, layout: Layout) -> dict[st
         old_N = batch.generation_logprob_N
         return grpo_token_loss(logprob_N, old_N, batch.advantage_N, clip_low=0.2, clip_high=0.2)[0].sum() / num_tokens
 
-    outputs = policy.accumulate_sketches(batches, loss, temperature=TEMPERATURE)
+    policy.accumulate_sketches(batches, loss, temperature=TEMPERATURE)
     reduce_sketches_(optimizer.buffer, policy.groups)
-    result: dict[str, Any] = {"sketches": {}, "directions": {}, "logprobs": [o.logprob_N for o in outputs]}
+    result: dict[str, Any] = {"sketches": {}, "directions": {}}
     keep_blocks(result["sketches"], policy, "sketch")
     optimizer.compute_direction_()
     keep_blocks(result["directions"], policy, "sketch")
@@ -59,6 +59,14 @@ def _sketch(rank: int, world_size: int, folder: Path, layout: Layout) -> dict[st
     counts = policy.groups.is_last_stage and policy.groups.tp_rank == 0
     result["kl"] = (sum_over(kl * counts, policy.groups.world) / num_tokens).item()
     return result
+
+
+def _logprobs(rank: int, world_size: int, folder: Path, layout: Layout, dtype: torch.dtype) -> list[Tensor]:
+    """Log-probabilities of each response, on the last pipeline stage."""
+    policy, _ = build(folder, layout, dtype)
+    responses = make_responses()
+    _, batches = build_own_batches(policy, responses, [0.0] * len(responses), micro_batch_size=1)
+    return [output.logprob_N for output in policy.compute_logprobs(batches, temperature=TEMPERATURE)]
 
 
 def _token_logprobs(logits_TV: Tensor, response: Response) -> Tensor:
@@ -127,10 +135,17 @@ def test_sketches_are_dense_gradients_times_the_projection(case: dict[str, Any],
         assert difference < 1e-10, name  # fp64, a few hundred products
 
 
-def test_logprobs_are_those_of_transformers(case: dict[str, Any]) -> None:
-    (result,) = run_ranks(1, _sketch, case["folder"], Layout())
-    for found, expected in zip(result["logprobs"], case["logprobs"], strict=True):
-        assert torch.allclose(found, expected, rtol=0, atol=1e-10)
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=4), Layout(tp=2, pp=2)], ids=str
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)], ids=["fp64", "fp32"])
+def test_logprobs_are_those_of_transformers(
+    case: dict[str, Any], layout: Layout, dtype: torch.dtype, tolerance: float
+) -> None:
+    # The last rank belongs to the last pipeline stage in every layout.
+    logprobs = run_ranks(layout.world_size, _logprobs, case["folder"], layout, dtype)[-1]
+    for found, expected in zip(logprobs, case["logprobs"], strict=True):
+        assert torch.allclose(found.double(), expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True)], ids=str)

@@ -61,7 +61,13 @@ def test_one_strict_json_object_a_step(tmp_path: Path, caplog: pytest.LogCapture
     rows = strict_rows(tmp_path / "new" / "run" / "metrics.jsonl")
     assert rows == [
         {"step": 0, "wall_time_s": 12.346, "val/accuracy": 0.08},
-        {"step": 1, "wall_time_s": 12.346, "train/reward": 0.5, "logra/predicted_kl": None, "logra/alpha": None},
+        {
+            "step": 1,
+            "wall_time_s": 12.346,
+            "train/reward": 0.5,
+            "logra/predicted_kl": None,
+            "logra/alpha": None,
+        },
     ]
     assert "logra/alpha = inf, logra/predicted_kl = nan" in caplog.text
     assert strict_rows(tmp_path / "new" / "run" / "samples.jsonl")[0]["response"] == "46"
@@ -323,7 +329,15 @@ def test_progress_survives_a_closed_stream() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0.00"), (0.05, "0.05"), (9.994, "9.99"), (9.996, "10.0"), (99.96, "100"), (999.4, "999"), (999.6, "1.00k")]
+    [
+        (0, "0.00"),
+        (0.05, "0.05"),
+        (9.994, "9.99"),
+        (9.996, "10.0"),
+        (99.96, "100"),
+        (999.4, "999"),
+        (999.6, "1.00k"),
+    ]
     + [(12345, "12.3k"), (999_600, "1.00M"), (-4.5e6, "-4.50M"), (2e9, "2.00G")],
 )
 def test_counts_have_three_digits(value: float, text: str) -> None:
