@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import matplotlib
 import numpy as np
@@ -337,7 +337,7 @@ def summarize(rows: Rows) -> str:
 
 def build_figure(rows: Rows, title: str) -> Figure:
     """Return the picture of a run."""
-    with plt.rc_context(STYLE):
+    with plt.rc_context(cast(Any, STYLE)):
         figure, grid = plt.subplots(3, 2, figsize=(13, 13.5), dpi=130)
         for axes, draw in zip(grid.flat, PANELS, strict=True):
             finish_panel(axes, draw(axes, rows), rows[0]["step"], rows[-1]["step"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def reduce_over_ranks(shares: list[metrics.Sums]) -> metrics.Sums:
     return shares[0].from_vector(reduced)
 
 
-def rollout(generator: random.Random, num_groups: int, first_group: int) -> dict[str, list[float] | list[int]]:
+def rollout(generator: random.Random, num_groups: int, first_group: int) -> dict[str, list[Any]]:
     """Return a random batch of 3 responses a group."""
     count = 3 * num_groups
     return {
