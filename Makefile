@@ -13,7 +13,7 @@ help:  ## Show the commands
 setup:  ## Make .venv with everything the other commands need
 	@bash tools/setup_env.sh
 
-quickstart: setup  ## Train SmolLM2-135M on additions, on two CPU ranks (about 12 minutes); results in runs/quickstart
+quickstart: setup  ## Train SmolLM2-135M on additions, on two CPU ranks (about 10 minutes); results in runs/quickstart
 	@$(BIN)/python tools/prepare_smollm2.py --output $(MODEL)
 	@MODEL=$(MODEL) bash examples/quickstart/run.sh
 

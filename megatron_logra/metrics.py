@@ -19,7 +19,8 @@ Names and definitions (per step; NeMo-RL's and verl's wherever they have one):
     token_mult_prob_error                   mean over tokens of exp(|log p_gen - log p_train|)
     gen_kl_error                            KL(p_gen || p_train), k3 estimate on the sampled tokens, nats a token
     logra/mismatch                          mean of log p_gen - log p_train over tokens of finished responses, nats
-    timing_s/*                              wall seconds of one phase on one rank
+    timing_s/*                              wall seconds of one phase on one rank; kl_probe is part of update_actor,
+                                            eval and save are no part of step
     perf/throughput                         (prompt + response) tokens of the step / (step seconds * ranks)
 
 Shapes: N valid response tokens, flat; B responses, flat.

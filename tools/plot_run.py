@@ -29,8 +29,9 @@ from megatron_logra.loggers.jsonl import METRICS_FILE, read_rows
 from megatron_logra.progress import format_count, format_duration
 
 # Okabe and Ito's palette: told apart by people with any common colour blindness, and in grey by its lightness.
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLACK, ORANGE, SKY, GREEN, YELLOW = "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#999999"
+# Phases within timing_s/step, and those that come between steps.
 PHASES = (
     ("gen", "generate", BLUE),
     ("reward", "reward", PURPLE),
@@ -38,9 +39,8 @@ PHASES = (
     ("update_actor", "train", ORANGE),
     ("kl_probe", "KL probe", VERMILION),
     ("update_weights", "sync", SKY),
-    ("eval", "evaluate", "#F0E442"),
-    ("save", "save", BLACK),
 )
+PHASES_BETWEEN = (("eval", "evaluate", YELLOW), ("save", "save", BLACK))
 STYLE: dict[str, Any] = {
     "font.size": 10,
     "axes.titlesize": 12,
@@ -234,21 +234,29 @@ def draw_length(axes: Axes, rows: Rows) -> bool:
     return drawn
 
 
+def phase_seconds(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of each phase of a step, each second counted once, with `other` for what no phase holds."""
+    seconds = {key: float(row.get(f"timing_s/{key}") or 0.0) for key, _, _ in (*PHASES, *PHASES_BETWEEN)}
+    # The probe is run in the middle of an update, and timed within it.
+    seconds["update_actor"] = max(0.0, seconds["update_actor"] - seconds["kl_probe"])
+    known_s = math.fsum(seconds[key] for key, _, _ in PHASES)
+    return seconds | {"other": max(0.0, float(row.get("timing_s/step") or 0.0) - known_s)}
+
+
 def draw_time(axes: Axes, rows: Rows) -> bool:
     """Stack the seconds of every phase; what `timing_s/step` has beyond them is drawn as other."""
     axes.set_title("Time a step")
-    timed = [row for row in rows if any(row.get(f"timing_s/{key}") for key, _, _ in PHASES)]
-    if not timed:
+    by_step = {row["step"]: phase_seconds(row) for row in rows if any(phase_seconds(row).values())}
+    if not by_step:
         return False
-    steps = [row["step"] for row in timed]
-    columns = [(label, color, [row.get(f"timing_s/{key}") or 0.0 for row in timed]) for key, label, color in PHASES]
-    total_s = math.fsum(value for _, _, seconds in columns for value in seconds)
-    # A phase nobody could see does not deserve a place in the legend; it is part of the rest.
-    layers = [column for column in columns if math.fsum(column[2]) > VISIBLE_SHARE * total_s]
-    sums = [math.fsum(values) for values in zip(*(seconds for _, _, seconds in layers), strict=True)]
-    rest = [max(0.0, (row.get("timing_s/step") or 0.0) - known) for row, known in zip(timed, sums, strict=True)]
-    if math.fsum(rest) > VISIBLE_SHARE * total_s:
-        layers.append(("other", "#cccccc", rest))
+    steps = list(by_step)
+    total_s = math.fsum(value for seconds in by_step.values() for value in seconds.values())
+    layers = [
+        (label, color, column)
+        for key, label, color in (*PHASES, ("other", "other", "#cccccc"), *PHASES_BETWEEN)
+        # A phase that nobody could see does not deserve a place in the legend.
+        if math.fsum(column := [seconds[key] for seconds in by_step.values()]) > VISIBLE_SHARE * total_s
+    ]
     bottom = [0.0] * len(steps)
     for label, color, seconds in layers:
         top = [low + value for low, value in zip(bottom, seconds, strict=True)]
