@@ -24,7 +24,7 @@ from megatron_logra.checkpoint import HF_FOLDER, export_policy, load_checkpoint,
 from megatron_logra.config import Config
 from megatron_logra.loggers.build import build_loggers
 from megatron_logra.mcore.weights import read_master
-from megatron_logra.metrics import compute_accuracy_metrics
+from megatron_logra.metrics import compute_accuracy_metrics, format_accuracy
 from megatron_logra.progress import Progress
 from megatron_logra.rl.advantages import response_advantages
 from megatron_logra.rl.batching import Response, attach_logprobs
@@ -52,18 +52,23 @@ def train(config: Config) -> None:
     run = build_run(config)
     start(run)
     try:
-        report(run, evaluate(run))
+        first = last = evaluate(run)
+        report(run, first)
         while run.step < config.training.train_iters:
             metrics = train_iteration(run)
             run.step += 1
             if is_due(run, config.evaluation.eval_interval) or is_last(run):
-                metrics |= evaluate(run)
+                last = evaluate(run)
+                metrics |= last
             report(run, metrics)
             leaving = is_due(run, config.training.exit_interval) or is_last(run)
             if is_due(run, config.checkpoint.save_interval) or leaving:
                 save(run)
             if leaving:
                 break
+        if first and run.is_first_rank:
+            _log.info("held-out accuracy before: %s", format_accuracy(first))
+            _log.info("held-out accuracy after:  %s", format_accuracy(last))
     finally:
         run.loggers.close()
 
