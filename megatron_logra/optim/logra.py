@@ -160,8 +160,8 @@ class LograOptimizer:
         self.buffer.zero_()
         self.draw_projections()
 
-    def _reduce_segments(self, sums_S: Tensor) -> Tensor:
-        return self._sum_over_layer(sums_S * self._segment_counts)
+    def _reduce_segments(self, sums_KS: Tensor) -> Tensor:
+        return self._sum_over_layer(sums_KS * self._segment_counts)
 
     def _weight_square(self) -> Tensor:
         norms = [torch.linalg.vector_norm(t.weight, dtype=_norm_dtype(t.weight)) for t in self.buffer.targets]

@@ -48,7 +48,7 @@ def row_adam_direction(
         moment2_O,
         row_segment_O=torch.zeros(num_rows, dtype=torch.int64, device=sketch_OR.device),
         segment_rows_S=torch.tensor([num_rows], dtype=torch.int64, device=sketch_OR.device),
-        reduce_segments=lambda sums_S: sums_S,
+        reduce_segments=lambda sums_KS: sums_KS,
         step=step,
         beta2=beta2,
         epsilon=epsilon,
@@ -75,7 +75,8 @@ def compute_row_scale_(
         mean_square_O: fp64, mean over `R` of the squares of each row.
         row_segment_O: int64, segment of each row.
         segment_rows_S: int64, rows of each segment over all ranks.
-        reduce_segments: makes per-segment sums `[S]` over local rows global; called three times by rule `paper`.
+        reduce_segments: makes per-segment sums `[K, S]` over local rows global (K statistics, fp64), counting rows
+            that several ranks hold once; called twice by rule `paper`.
 
     Raises:
         ValueError: an unknown rule or a step below 1.
@@ -91,15 +92,18 @@ def compute_row_scale_(
     if rule == "lr":
         return 1.0 / (root_O + epsilon)
 
-    def segment_sums(values_O: Tensor) -> Tensor:
-        zeros_S = torch.zeros(segment_rows_S.shape[0], dtype=torch.float64, device=values_O.device)
-        return reduce_segments(zeros_S.index_add_(0, row_segment_O, values_O))
+    def segment_sums(*values_O: Tensor) -> Tensor:
+        # index_add_ would add in any order on CUDA, and data-parallel replicas would drift apart.
+        num_segments = segment_rows_S.shape[0]
+        zeros = [torch.zeros(num_segments, dtype=torch.float64, device=v.device) for v in values_O]
+        sums = [z.index_put_((row_segment_O,), v, accumulate=True) for z, v in zip(zeros, values_O, strict=True)]
+        return reduce_segments(torch.stack(sums))
 
     tiny = torch.finfo(torch.float32).tiny
-    floor_S = (epsilon * segment_sums(root_O) / segment_rows_S).clamp_(min=tiny)
+    root_sum_S, before_S = segment_sums(root_O, mean_square_O)
+    floor_S = (epsilon * root_sum_S / segment_rows_S).clamp_(min=tiny)
     scale_O = 1.0 / (root_O + floor_S[row_segment_O])
-    before_S = segment_sums(mean_square_O)
-    after_S = segment_sums(mean_square_O * scale_O.square())
+    (after_S,) = segment_sums(mean_square_O * scale_O.square())
     # A segment without gradient keeps direction 0 instead of 0/0.
     rescale_S = torch.where(after_S > 0, (before_S / after_S).sqrt(), torch.zeros_like(after_S))
     return scale_O * rescale_S[row_segment_O]
