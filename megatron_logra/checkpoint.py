@@ -28,7 +28,7 @@ from megatron_logra.mcore.policy import Policy
 from megatron_logra.mcore.weights import read_served
 from megatron_logra.optim.logra import LograOptimizer
 from megatron_logra.parallel.groups import ParallelGroups
-from megatron_logra.parallel.scalars import raise_on_all_ranks
+from megatron_logra.parallel.scalars import raise_on_all_ranks, run_on_all_ranks
 from megatron_logra.sync.sender import PolicySender
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
@@ -52,10 +52,9 @@ def save_checkpoint(
     groups = policy.groups
     final = folder / f"iter_{iteration:07d}"
     partial = folder / f".iter_{iteration:07d}.partial"
-    _on_all_ranks(lambda: _make_empty(partial) if groups.rank == 0 else None, groups, device)
-    _on_all_ranks(
-        lambda: save_file(_collect_tensors(policy, optimizer), partial / _rank_file(groups.rank)), groups, device
-    )
+    run_on_all_ranks(lambda: _make_empty(partial) if groups.rank == 0 else None, groups.world, device)
+    place = partial / _rank_file(groups.rank)
+    run_on_all_ranks(lambda: save_file(_collect_tensors(policy, optimizer), place), groups.world, device)
     record = {"layout": _layout(groups), "rank": optimizer.settings.rank, **state}
 
     def publish() -> None:
@@ -69,7 +68,7 @@ def save_checkpoint(
         pointer.write_text(f"{iteration}\n", encoding="utf-8")
         os.replace(pointer, folder / LATEST_FILE)
 
-    _on_all_ranks(publish, groups, device)
+    run_on_all_ranks(publish, groups.world, device)
 
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer: LograOptimizer, device: torch.device) -> dict[str, Any]:
@@ -78,13 +77,7 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: LograOptimizer, dev
     Raises:
         ValueError: no checkpoint, another layout or sketch rank, or a damaged file; nothing was changed.
     """
-    loaded: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
-
-    def read() -> None:
-        loaded.append(_read_files(folder, policy, optimizer))
-
-    _on_all_ranks(read, policy.groups, device)
-    state, tensors = loaded[0]
+    state, tensors = run_on_all_ranks(lambda: _read_files(folder, policy, optimizer), policy.groups.world, device)
     with torch.no_grad():
         for name, tensor in _collect_tensors(policy, optimizer).items():
             tensor.copy_(tensors[name])
@@ -156,16 +149,6 @@ def _read_files(folder: Path, policy: Policy, optimizer: LograOptimizer) -> tupl
                 "was saved with"
             )
     return state, tensors
-
-
-def _on_all_ranks(action: Any, groups: ParallelGroups, device: torch.device) -> None:
-    """Run local work that can fail; all ranks learn of a failure before anybody goes on."""
-    error: Exception | None = None
-    try:
-        action()
-    except Exception as failure:  # reported by whoever failed, on every rank
-        error = failure
-    raise_on_all_ranks(error, groups.world, device)
 
 
 def _make_empty(folder: Path) -> None:

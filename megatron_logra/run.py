@@ -25,7 +25,7 @@ from megatron_logra.mcore.weights import ReferencePolicy, stage_tables
 from megatron_logra.metrics import Timers
 from megatron_logra.optim.logra import LograOptimizer, LograSettings
 from megatron_logra.parallel.groups import ParallelGroups
-from megatron_logra.parallel.scalars import raise_on_all_ranks
+from megatron_logra.parallel.scalars import run_on_all_ranks
 from megatron_logra.rl.data import PromptStream, Sample, load_dataset, tokenize_prompts
 from megatron_logra.rl.rewards import RewardFunction, load_reward
 from megatron_logra.rollout.embedded import EmbeddedEngine
@@ -47,13 +47,14 @@ class Questions:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads before it builds anything large."""
+    """What a run reads before it builds anything large; `stream` is where it stands in the training questions."""
 
     shape: ModelShape
     reader: HFReader
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     train: Questions
+    stream: PromptStream
     evaluation: Questions | None
     reward: RewardFunction
 
@@ -72,7 +73,6 @@ class Run:
     reference: ReferencePolicy | None
     engine: RolloutEngine
     sender: PolicySender
-    stream: PromptStream
     timers: Timers
     loggers: LoggerGroup
     step: int = 0
@@ -136,11 +136,6 @@ def build_run(config: Config) -> Run:
             batch_size=config.rollout.rollout_batch_size,
         ),
         sender=sender,
-        stream=PromptStream(
-            inputs.train.samples,
-            seed=config.training.seed,
-            prompts_per_step=config.grpo.grpo_prompts_per_step,
-        ),
         timers=Timers(synchronize=torch.cuda.synchronize if device.type == "cuda" else None),
         loggers=LoggerGroup(),
     )
@@ -148,19 +143,10 @@ def build_run(config: Config) -> Run:
 
 def _read_on_all_ranks(config: Config, world: dist.ProcessGroup, device: torch.device) -> Inputs:
     """Read the inputs everywhere, or raise `SetUpError` everywhere."""
-    inputs: Inputs | None = None
-    error: SetUpError | None = None
     try:
-        inputs = read_inputs(config)
-    except (ValueError, OSError) as failure:
-        error = SetUpError(str(failure))
-        error.__cause__ = failure
-    try:
-        raise_on_all_ranks(error, world, device)
-    except RuntimeError as failure:
-        raise SetUpError(str(failure)) from failure
-    assert inputs is not None
-    return inputs
+        return run_on_all_ranks(lambda: read_inputs(config), world, device)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise SetUpError(str(error)) from error
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -192,9 +178,8 @@ def read_inputs(config: Config) -> Inputs:
     evaluation = None
     if config.data.eval_data is not None:
         evaluation = _read_questions(config, config.data.eval_data, tokenizer, limit=config.evaluation.eval_samples)
-    # Also refuses a data set smaller than one step before anything is built.
-    PromptStream(train.samples, seed=config.training.seed, prompts_per_step=config.grpo.grpo_prompts_per_step)
-    return Inputs(shape, reader, tokenizer, _stop_token_ids(folder, tokenizer), train, evaluation, reward)
+    stream = PromptStream(train.samples, seed=config.training.seed, prompts_per_step=config.grpo.grpo_prompts_per_step)
+    return Inputs(shape, reader, tokenizer, _stop_token_ids(folder, tokenizer), train, stream, evaluation, reward)
 
 
 def _read_questions(config: Config, path: str, tokenizer: Any, limit: int | None = None) -> Questions:

@@ -1,16 +1,18 @@
 """The training loop: sample, score, update, synchronise the rollout engine, report, save.
 
-for each iteration:
-rollouts   = engine.generate(prompts)                    every rank a share
-advantages = group-normalised rewards
-for each update: W <- W - round(alpha D) A               train_step
-engine merges the same factors          sync
+    for each iteration:
+        rollouts   = engine.generate(prompts)                    every rank a share
+        advantages = group-normalised rewards
+        for each update: W <- W - round(alpha D) A               train_step
+                         engine merges the same factors          sync
+
+Every rank runs the same lines; what can fail on one rank alone ends all of them together.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +27,8 @@ from megatron_logra.config import Config
 from megatron_logra.loggers.build import build_loggers
 from megatron_logra.mcore.weights import read_master
 from megatron_logra.metrics import compute_accuracy_metrics, format_accuracy
+from megatron_logra.parallel.reductions import sum_over
+from megatron_logra.parallel.scalars import run_on_all_ranks
 from megatron_logra.progress import Progress
 from megatron_logra.rl.advantages import response_advantages
 from megatron_logra.rl.batching import Response, attach_logprobs
@@ -97,7 +101,7 @@ def train_iteration(run: Run) -> dict[str, float]:
 def sample(run: Run) -> Rollouts:
     """Responses to the next prompts, scored, equal on all ranks."""
     config = run.config
-    samples = run.stream.next_batch()
+    samples = run.inputs.stream.next_batch()
     params = SamplingParams(
         temperature=config.rollout.rollout_temperature,
         top_p=config.rollout.rollout_top_p,
@@ -189,12 +193,13 @@ def synchronise(run: Run, factors: dict[str, Tensor]) -> None:
         version_after=run.version,
     )
     packet = run.sender.gather_packet(header, lambda entry: factors[entry.megatron_name])
+    if run.config.sync.sync == "factors":
+        run_on_all_ranks(lambda: run.engine.apply_factors(packet), run.groups.world, run.device)
+        return
     refusal: PacketRefused | None = None
     try:
         run.engine.apply_factors(packet)
     except PacketRefused as error:
-        if run.config.sync.sync == "factors":
-            raise
         refusal = error
     refused = torch.tensor([refusal is not None], dtype=torch.int64, device=run.device)
     dist.all_reduce(refused, group=run.groups.world)
@@ -235,13 +240,27 @@ def evaluate(run: Run) -> dict[str, float]:
 
 def start(run: Run) -> None:
     """Continue from --load if given, open the loggers, and write down what this run is."""
-    config, state = run.config, {}
-    if config.checkpoint.load is not None:
-        state = load_state(run, Path(config.checkpoint.load))
-        run.step = int(state["step"])
-        run.stream.load_state_dict(state["data"])
-        run.controller.load_state_dict(state["controller"])
-        synchronise_full(run)
+    config = run.config
+    state = {} if config.checkpoint.load is None else load_state(run, Path(config.checkpoint.load))
+    run_on_all_ranks(lambda: open_loggers(run, state), run.groups.world, run.device)
+
+
+def load_state(run: Run, folder: Path) -> dict[str, Any]:
+    """Take over a checkpoint, rollout engine included, and return its state; `SetUpError` on all ranks otherwise."""
+    try:
+        state = load_checkpoint(folder, run.policy, run.optimizer, run.device)
+        run.inputs.stream.load_state_dict(state["data"])
+    except (ValueError, RuntimeError) as error:
+        raise SetUpError(str(error)) from error
+    run.step = int(state["step"])
+    run.controller.load_state_dict(state["controller"])
+    synchronise_full(run)
+    return state
+
+
+def open_loggers(run: Run, state: Mapping[str, Any]) -> None:
+    """Open the destinations of metrics on rank 0, continuing those of a loaded checkpoint."""
+    config = run.config
     folder = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     run.loggers = build_loggers(
         config.logging,
@@ -256,14 +275,6 @@ def start(run: Run) -> None:
         (folder / "config.yaml").write_text(resolved_yaml(config), encoding="utf-8")
 
 
-def load_state(run: Run, folder: Path) -> dict[str, Any]:
-    """The checkpoint's tensors into policy and optimizer, and its other state; `SetUpError` on all ranks otherwise."""
-    try:
-        return load_checkpoint(folder, run.policy, run.optimizer, run.device)
-    except (ValueError, RuntimeError) as error:
-        raise SetUpError(str(error)) from error
-
-
 def save(run: Run) -> None:
     """Checkpoint and Hugging Face folder under --save, if that is given."""
     config = run.config
@@ -273,7 +284,7 @@ def save(run: Run) -> None:
     state: dict[str, Any] = {
         "step": run.step,
         "num_updates": run.version,
-        "data": run.stream.state_dict(),
+        "data": run.inputs.stream.state_dict(),
         "controller": run.controller.state_dict(),
         "wandb_run_id": run.loggers.wandb_run_id,
     }
@@ -300,12 +311,14 @@ def is_last(run: Run) -> bool:
 
 
 def _attach(run: Run, responses: list[Response], kind: Kind) -> list[Response]:
-    """Write log-probabilities under the current weights into every response that this rank will train on.
+    """Write log-probabilities under the current weights into all responses, equal on all replicas. Collective.
 
-    The last pipeline stage computes them and is the only one to read them; elsewhere zeros take their place, so that
-    micro-batches have the same fields on all ranks.
+    The last pipeline stage computes them and is the only one to read them; elsewhere they are zeros, so that
+    micro-batches have the same fields on all ranks. Every replica gets every response's values, because the update
+    shares the responses out anew once those without a gradient are left out.
     """
-    result = [_with_values(response, kind, [0.0] * len(response.response_ids)) for response in responses]
+    longest = max(len(response.response_ids) for response in responses)
+    table = torch.zeros(len(responses), longest, dtype=torch.float64)
     for indices in update_batches(run.config):
         chosen = [responses[index] for index in indices]
         own, batches = build_own_batches(
@@ -316,15 +329,17 @@ def _attach(run: Run, responses: list[Response], kind: Kind) -> list[Response]:
             values = [output.logprob_N for output in outputs]
             filled = attach_logprobs([chosen[index] for index in own], batches, values, kind=kind)
             for index, response in zip(own, filled, strict=True):
-                number = indices[index]
-                result[number] = _with_values(result[number], kind, getattr(response, kind))
-    return result
-
-
-def _with_values(response: Response, kind: Kind, values: list[float]) -> Response:
-    if kind == "old_logprobs":
-        return replace(response, old_logprobs=values)
-    return replace(response, reference_logprobs=values)
+                numbers = torch.tensor(getattr(response, kind), dtype=torch.float64)
+                table[indices[index], : len(numbers)] = numbers
+    rows = sum_over(table.to(run.device), run.groups.dp).tolist()
+    attached = []
+    for response, row in zip(responses, rows, strict=True):
+        numbers = row[: len(response.response_ids)]
+        if kind == "old_logprobs":
+            attached.append(replace(response, old_logprobs=numbers))
+        else:
+            attached.append(replace(response, reference_logprobs=numbers))
+    return attached
 
 
 def _show_progress(line: Progress, num_ranks: int) -> Callable[[GenerateProgress], None]:

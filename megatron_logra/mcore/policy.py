@@ -80,7 +80,7 @@ class Policy:
         def step(iterator: Iterator[MicroBatch], model: GPTModel) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(iterator)
             head = partial(self._token_head, batch=batch, temperature=temperature, outputs=outputs)
-            return self._forward(model, batch, head), lambda logprob_N: _per_token(loss(logprob_N, batch))
+            return self._forward(model, batch, head), lambda logprob_N: as_megatron_loss(loss(logprob_N, batch))
 
         with self.phase.during("accumulate"):
             self.run_schedule(step, batches, forward_only=False)
@@ -94,7 +94,7 @@ class Policy:
         def step(iterator: Iterator[MicroBatch], model: GPTModel) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(iterator)
             head = partial(self._token_head, batch=batch, temperature=temperature, outputs=outputs)
-            return self._forward(model, batch, head), lambda logprob_N: _per_token(logprob_N.sum())
+            return self._forward(model, batch, head), lambda logprob_N: as_megatron_loss(logprob_N.sum())
 
         self.run_schedule(step, batches, forward_only=True)
         return outputs
@@ -109,7 +109,7 @@ class Policy:
             return kept[0]
 
         def step(iterator: Iterator[MicroBatch], model: GPTModel) -> tuple[Tensor, Callable[..., Any]]:
-            return self._forward(model, next(iterator), head), lambda hidden: _per_token(hidden.sum())
+            return self._forward(model, next(iterator), head), lambda hidden: as_megatron_loss(hidden.sum())
 
         self.run_schedule(step, [batch], forward_only=True)
         return kept[0] if kept else None
@@ -175,6 +175,6 @@ class Policy:
         return logprob_N
 
 
-def _per_token(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def as_megatron_loss(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Megatron's per-token form: (loss, number of tokens, report); the number is not used to scale ours."""
     return loss, torch.ones((), dtype=torch.int, device=loss.device), {}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_logra.kl.predicted_kl import vocab_parallel_exact_kl, vocab_parallel_predicted_kl
 from megatron_logra.mcore.logprobs import compute_chunk_logits
-from megatron_logra.mcore.policy import Policy, _per_token
+from megatron_logra.mcore.policy import Policy, as_megatron_loss
 from megatron_logra.rl.batching import MicroBatch
 
 
@@ -48,10 +48,10 @@ def compute_predicted_kl(policy: Policy, batch: MicroBatch, *, temperature: floa
                 _split_stage_input(model)
             output = model(batch.tokens_BT, batch.positions_BT, None, output_processor=head)
             if model.post_process:
-                return output, lambda kl_N: _per_token(kl_N.sum())
+                return output, lambda kl_N: as_megatron_loss(kl_N.sum())
             primal, tangent = forward_ad.unpack_dual(output)
             stacked = torch.cat([primal, torch.zeros_like(primal) if tangent is None else tangent], dim=1)
-        return stacked, lambda hidden: _per_token(hidden.sum())
+        return stacked, lambda hidden: as_megatron_loss(hidden.sum())
 
     with policy.phase.during("tangent"), _evaluation(policy.model):
         policy.run_schedule(step, [batch], forward_only=True, copies=2)

@@ -76,7 +76,3 @@ class ParallelGroups:
     def is_last_stage(self) -> bool:
         """True where the final norm and the output layer live."""
         return self.pp_rank == self.pp_size - 1
-
-    def last_stage_global_rank(self) -> int:
-        """Global rank of this replica's last pipeline stage with the same tensor-parallel index."""
-        return dist.get_global_rank(self.pp, self.pp_size - 1)

@@ -8,6 +8,7 @@ not exist: there every scalar reads as 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -51,3 +52,17 @@ def raise_on_all_ranks(error: Exception | None, group: ProcessGroup, device: tor
     if int(first.item()) < size:
         failed = dist.get_global_rank(group, int(first.item()))
         raise RuntimeError(f"rank {failed} failed; its own message says why (see its output above or below)")
+
+
+def run_on_all_ranks[Result](action: Callable[[], Result], group: ProcessGroup, device: torch.device) -> Result:
+    """Do local work that can fail, and go on only when it succeeded on every rank of `group`. Collective.
+
+    Raises: as `raise_on_all_ranks`.
+    """
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as failure:  # whatever it is, the other ranks must not wait for this one
+        error = failure
+    raise_on_all_ranks(error, group, device)
+    return result

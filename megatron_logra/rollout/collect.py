@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_logra.parallel.collectives import all_gather_first_dim
-from megatron_logra.parallel.scalars import raise_on_all_ranks
+from megatron_logra.parallel.scalars import run_on_all_ranks
 from megatron_logra.rl.batching import Response
 from megatron_logra.rl.data import Sample
 from megatron_logra.rl.rewards import RewardFailure, RewardFunction, score_responses
@@ -60,18 +60,16 @@ def collect_rollouts(
     A reward that fails costs its own response, which is marked invalid; an engine that fails ends all ranks.
     """
     share = own_share(len(prompts) * group_size, group)
-    error: Exception | None = None
-    generations: list[Generation] = []
-    try:
-        generations = engine.generate(
+    generations = run_on_all_ranks(
+        lambda: engine.generate(
             [prompts[number // group_size] for number in share],
             params,
             request_ids=list(share),
             progress=progress,
-        )
-    except Exception as failure:  # whatever an engine raises must not leave the other ranks waiting
-        error = failure
-    raise_on_all_ranks(error, group, device)
+        ),
+        group,
+        device,
+    )
     pairs = [
         (generation.text, samples[number // group_size]) for number, generation in zip(share, generations, strict=True)
     ]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_logra.arguments import parse_arguments
 from megatron_logra.mcore.weights import read_served
+from megatron_logra.rl.data import PromptStream, load_dataset
 from megatron_logra.run import build_run
 from megatron_logra.trainer import report, save, start, train_iteration
 from tests.distributed.ranks import run_ranks
@@ -155,3 +156,51 @@ def test_several_updates_a_batch_and_a_reference_policy(inputs: Path, tmp_path: 
     # The first update of all starts at the reference itself; later ones have moved away from it.
     assert first["actor/kl_loss"] < second["actor/kl_loss"]
     assert second["actor/ppo_kl"] != 0
+
+
+def test_replicas_train_on_the_old_values_of_their_own_responses(inputs: Path, tmp_path: Path) -> None:
+    """Leaving responses out changes which replica gets which: the values must follow the responses."""
+    stream = PromptStream(load_dataset(inputs / "train.jsonl"), seed=1234, prompts_per_step=4)
+    # With groups of three, dropping the first and the last shifts the pairs that two replicas share out.
+    informative = [sample.index for sample in stream.next_batch()[1:3]]
+    (tmp_path / "reward.py").write_text(
+        "def some(response, sample):\n"
+        f"    return sum(map(str.isalpha, response)) / 10 if sample.index in {informative} else 0.0\n"
+    )
+    argv = arguments(inputs, "--grpo-iterations", "2")
+    argv[argv.index("--grpo-group-size") + 1] = "3"
+    argv[argv.index("--reward") + 1] = f"{tmp_path / 'reward.py'}:some"
+    # One rank with micro-batches of two fills up to the same number of responses as two replicas do.
+    (alone,) = run_ranks(1, _train, [*argv, "--kl-probe-responses", "4", "--micro-batch-size", "2"], 1)
+    replicas = run_ranks(2, _train, [*argv, "--kl-probe-responses", "2"], 1)
+    assert alone["metrics"][0]["train/zero_variance_groups"] == 0.5
+    for result in replicas:
+        for name in ("actor/pg_loss", "actor/ppo_kl", "actor/pg_clipfrac", "logra/sketch_norm"):
+            # fp32 sums in another order; ppo_kl is itself a difference of order 1e-4
+            assert result["metrics"][0][name] == pytest.approx(alone["metrics"][0][name], rel=1e-3, abs=1e-6), name
+
+
+def _fail_alone(rank: int, world_size: int, argv: list[str], where: str) -> str:
+    """What each rank raises when one of them fails: rank 0 cannot write, or the engine of rank 1 refuses a packet."""
+    run = build_run(parse_arguments(argv))
+    try:
+        start(run)
+        if where == "engine" and rank == 1:
+            run.engine._version = 7  # type: ignore[attr-defined]
+        train_iteration(run)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_folder_that_cannot_be_written_ends_all_ranks(inputs: Path) -> None:
+    argv = arguments(inputs, *LAYOUTS["pp2"], "--save", "/dev/null/run")
+    first, second = run_ranks(2, _fail_alone, argv, "folder", timeout_s=60)
+    assert first.startswith("NotADirectoryError") and second.startswith("RuntimeError: rank 0 failed")
+
+
+def test_a_refused_packet_ends_all_ranks_or_brings_all_weights(inputs: Path) -> None:
+    argv = arguments(inputs, *LAYOUTS["pp2"])
+    first, second = run_ranks(2, _fail_alone, [*argv, "--sync", "factors"], "engine", timeout_s=60)
+    assert first.startswith("RuntimeError: rank 1 failed") and second.startswith("PacketRefused")
+    assert run_ranks(2, _fail_alone, [*argv, "--sync", "auto"], "engine", timeout_s=60) == ["nothing", "nothing"]
