@@ -1,11 +1,13 @@
 """Saves and loads what a run needs to continue, and exports the policy as a Hugging Face folder.
 
-    SAVE/iter_0000010/rank_00000.safetensors   target weights (with their masters) and row moments of one rank
+    SAVE/iter_0000010/rank_00000.safetensors   trained weights (with their masters) and row moments of one rank
+    SAVE/iter_0000010/rank_00000.adam.pt       Adam's state of one rank, if anything is trained densely
     SAVE/iter_0000010/state.json               counters, controller, data position, layout
     SAVE/latest_checkpointed_iteration.txt     the newest whole checkpoint; moves after everybody has written
     SAVE/huggingface/                          the policy for `transformers` and rollout engines
 
-Only targets change in training, so everything else comes from --hf-checkpoint again. A checkpoint is written beside
+Frozen weights come from --hf-checkpoint again. Adam's state is not kept when ranks divide it among themselves
+(--use-distributed-optimizer); such a run cannot be continued. A checkpoint is written beside
 its place and renamed when every rank is done: whatever is interrupted, the previous one stays whole.
 """
 
@@ -24,10 +26,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_logra.hf.safetensors_io import HFWriter
+from megatron_logra.mcore.dense import DenseOptimizer
 from megatron_logra.mcore.policy import Policy
 from megatron_logra.mcore.weights import read_served
 from megatron_logra.optim.logra import LograOptimizer
-from megatron_logra.parallel.groups import ParallelGroups
 from megatron_logra.parallel.scalars import raise_on_all_ranks, run_on_all_ranks
 from megatron_logra.sync.sender import PolicySender
 
@@ -40,7 +42,8 @@ def save_checkpoint(
     folder: Path,
     iteration: int,
     policy: Policy,
-    optimizer: LograOptimizer,
+    optimizer: LograOptimizer | None,
+    dense: DenseOptimizer | None,
     state: Mapping[str, Any],
     device: torch.device,
 ) -> None:
@@ -54,8 +57,14 @@ def save_checkpoint(
     partial = folder / f".iter_{iteration:07d}.partial"
     run_on_all_ranks(lambda: _make_empty(partial) if groups.rank == 0 else None, groups.world, device)
     place = partial / _rank_file(groups.rank)
-    run_on_all_ranks(lambda: save_file(_collect_tensors(policy, optimizer), place), groups.world, device)
-    record = {"layout": _layout(groups), "rank": optimizer.settings.rank, **state}
+
+    def write() -> None:
+        save_file(_collect_tensors(policy, optimizer), place)
+        if dense is not None and not dense.settings.distributed:
+            torch.save(dense.state_dict(), _adam_file(place))
+
+    run_on_all_ranks(write, groups.world, device)
+    record = {"layout": _layout(policy), "rank": _sketch_rank(optimizer), **state}
 
     def publish() -> None:
         if groups.rank != 0:
@@ -71,31 +80,43 @@ def save_checkpoint(
     run_on_all_ranks(publish, groups.world, device)
 
 
-def load_checkpoint(folder: Path, policy: Policy, optimizer: LograOptimizer, device: torch.device) -> dict[str, Any]:
-    """Put the newest checkpoint of `folder` into policy and optimizer and return its `state`. Collective.
+def load_checkpoint(
+    folder: Path,
+    policy: Policy,
+    optimizer: LograOptimizer | None,
+    dense: DenseOptimizer | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Put the newest checkpoint of `folder` into policy and optimizers and return its `state`. Collective.
 
     Raises:
         ValueError: no checkpoint, another layout or sketch rank, or a damaged file; nothing was changed.
     """
-    state, tensors = run_on_all_ranks(lambda: _read_files(folder, policy, optimizer), policy.groups.world, device)
+    state, tensors, adam = run_on_all_ranks(
+        lambda: _read_files(folder, policy, optimizer, dense), policy.groups.world, device
+    )
     with torch.no_grad():
         for name, tensor in _collect_tensors(policy, optimizer).items():
             tensor.copy_(tensors[name])
-    optimizer.num_updates = int(state["num_updates"])
-    optimizer.draw_projections()
+    if optimizer is not None:
+        optimizer.num_updates = int(state["num_updates"])
+        optimizer.draw_projections()
+    if dense is not None:
+        dense.load_state_dict(adam)
     return state
 
 
 def export_policy(folder: Path, source: Path, policy: Policy, sender: PolicySender, device: torch.device) -> None:
     """Write the policy as a Hugging Face folder with the config and tokenizer of `source`. Collective.
 
-    The first model replica streams its weights, one bounded bucket at a time; rank 0 writes. The folder appears at
-    its place whole or not at all.
+    The first model replica streams its weights, one bounded bucket at a time; rank 0 writes. Experts are spread over
+    replicas, so with them all replicas take part. The folder appears at its place whole or not at all.
     """
     groups = policy.groups
+    takes_part = policy.shape.num_experts is not None or (groups.dp_rank == 0 and groups.cp_rank == 0)
     dtype = policy.model.config.params_dtype
     error: Exception | None = None
-    if groups.dp_rank == 0:
+    if takes_part:
         stream = sender.stream_weights(lambda entry: read_served(policy, entry), dtype=dtype)
         if groups.rank == 0:
             try:
@@ -111,9 +132,12 @@ def export_policy(folder: Path, source: Path, policy: Policy, sender: PolicySend
     raise_on_all_ranks(error, groups.world, device)
 
 
-def _collect_tensors(policy: Policy, optimizer: LograOptimizer) -> dict[str, Tensor]:
+def _collect_tensors(policy: Policy, optimizer: LograOptimizer | None) -> dict[str, Tensor]:
     """The tensors of a rank that training changes, by name; the tensors themselves."""
-    tensors = {"moment2": optimizer.moment2}
+    tensors = {} if optimizer is None else {"moment2": optimizer.moment2}
+    for name, weight in policy.model.named_parameters():
+        if weight.requires_grad:
+            tensors[f"weight.{name}"] = weight.detach()
     for target in policy.targets:
         tensors[f"weight.{target.name}"] = target.weight
         if target.remainder is not None:
@@ -123,8 +147,10 @@ def _collect_tensors(policy: Policy, optimizer: LograOptimizer) -> dict[str, Ten
     return tensors
 
 
-def _read_files(folder: Path, policy: Policy, optimizer: LograOptimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """State and this rank's tensors of the newest checkpoint, checked against what they will replace."""
+def _read_files(
+    folder: Path, policy: Policy, optimizer: LograOptimizer | None, dense: DenseOptimizer | None
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+    """State, this rank's tensors and Adam's state of the newest checkpoint, checked against what they will replace."""
     pointer = folder / LATEST_FILE
     if not pointer.is_file():
         raise ValueError(f"load {str(folder)!r} holds no checkpoint: it has no {LATEST_FILE}")
@@ -132,14 +158,14 @@ def _read_files(folder: Path, policy: Policy, optimizer: LograOptimizer) -> tupl
     try:
         state = json.loads((place / STATE_FILE).read_text(encoding="utf-8"))
         found = (state["layout"], state["rank"])
-        expected = (_layout(policy.groups), optimizer.settings.rank)
+        expected = (_layout(policy), _sketch_rank(optimizer))
         if found != expected:
             raise ValueError(
                 f"{place} was saved with layout {found[0]} and logra_rank {found[1]}, this run has {expected[0]} and "
-                f"logra_rank {expected[1]}; give the same --tensor-model-parallel-size, "
-                "--pipeline-model-parallel-size, --logra-rank and number of ranks"
+                f"logra_rank {expected[1]}; give the same parallel sizes, --logra-rank and number of ranks"
             )
         tensors = load_file(place / _rank_file(policy.groups.rank))
+        adam = {} if dense is None else _read_adam(_adam_file(place / _rank_file(policy.groups.rank)))
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise ValueError(f"checkpoint {place} is damaged or incomplete: {error}") from error
     for name, tensor in _collect_tensors(policy, optimizer).items():
@@ -148,7 +174,16 @@ def _read_files(folder: Path, policy: Policy, optimizer: LograOptimizer) -> tupl
                 f"checkpoint {place} does not fit this model and precision at {name}: continue with the settings it "
                 "was saved with"
             )
-    return state, tensors
+    return state, tensors, adam
+
+
+def _read_adam(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ValueError(
+            f"{file} does not exist: Adam's state was divided among the ranks (--use-distributed-optimizer) or nothing "
+            "was trained densely, so the run cannot be continued with Adam"
+        )
+    return torch.load(file, weights_only=True)
 
 
 def _make_empty(folder: Path) -> None:
@@ -157,8 +192,25 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _layout(groups: ParallelGroups) -> dict[str, int]:
-    return {"tensor": groups.tp_size, "pipeline": groups.pp_size, "data": groups.dp_size}
+def _layout(policy: Policy) -> dict[str, int]:
+    groups = policy.groups
+    return {
+        "tensor": groups.tp_size,
+        "pipeline": groups.pp_size,
+        "chunks": len(policy.model.chunks),
+        "context": groups.cp_size,
+        "data": groups.dp_size,
+        "expert": groups.ep_size,
+        "expert_tensor": groups.etp_size,
+    }
+
+
+def _sketch_rank(optimizer: LograOptimizer | None) -> int | None:
+    return None if optimizer is None else optimizer.settings.rank
+
+
+def _adam_file(rank_file: Path) -> Path:
+    return rank_file.with_suffix(".adam.pt")
 
 
 def _rank_file(rank: int) -> str:

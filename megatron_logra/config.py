@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_logra.config_policy import KLConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_logra.config_schema import ConfigError, Setting, closest, read_settings, setting
 
 __all__ = [
@@ -34,141 +35,6 @@ __all__ = [
     "iterate_sections",
     "iterate_settings",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Model: all but the sequence length comes from config.json; a value given here must agree with it."""
-
-    hf_checkpoint: str = setting(
-        help="Hugging Face folder that gives the shape (config.json), the weights (safetensors) and the tokenizer"
-    )
-    seq_length: int = setting(1024, help="longest prompt plus response", unit="tokens")
-    make_vocab_size_divisible_by: int = setting(
-        128, help="pad the vocabulary to a multiple of this times the tensor-parallel size", unit="tokens"
-    )
-    max_position_embeddings: int | None = setting(
-        None, help="longest sequence that the model supports; not set: from config.json", unit="tokens"
-    )
-    num_layers: int | None = setting(None, help="transformer layers; not set: from config.json")
-    hidden_size: int | None = setting(None, help="width of the residual stream; not set: from config.json")
-    ffn_hidden_size: int | None = setting(None, help="inner width of the MLP; not set: from config.json")
-    num_attention_heads: int | None = setting(None, help="query heads; not set: from config.json")
-    num_query_groups: int | None = setting(None, help="key/value heads; not set: from config.json")
-    kv_channels: int | None = setting(None, help="width of one head; not set: from config.json")
-    vocab_size: int | None = setting(None, help="vocabulary before padding; not set: from config.json", unit="tokens")
-    normalization: Literal["RMSNorm"] | None = setting(None, help="norm layers; not set: from config.json")
-    rotary_base: float | None = setting(None, help="base of the rotary embedding; not set: from config.json")
-    untie_embeddings_and_output_weights: bool | None = setting(
-        None, help="whether the output layer has a weight of its own; not set: from config.json"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Parallel layout: data parallelism takes the ranks that tensor and pipeline parallelism leave."""
-
-    tensor_model_parallel_size: int = setting(1, help="ranks that one layer is split over", unit="ranks")
-    pipeline_model_parallel_size: int = setting(1, help="stages that the layers are split into", unit="ranks")
-    sequence_parallel: bool = setting(
-        False, help="split the activations between tensor-parallel regions along the sequence"
-    )
-    distributed_backend: Literal["nccl", "gloo"] | None = setting(
-        None, help="backend of torch.distributed; not set: nccl with CUDA, gloo without"
-    )
-    distributed_timeout_minutes: int = setting(
-        10, help="time after which a collective that hangs ends the run", unit="minutes"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """Training: length of the run, batches, precision, memory."""
-
-    train_iters: int = setting(
-        100, help="iterations; each makes one batch of rollouts and trains on it", unit="iterations"
-    )
-    micro_batch_size: int = setting(1, help="responses in one forward pass of a rank", unit="responses")
-    global_batch_size: int | None = setting(
-        None,
-        help="responses that one update is made of, over all ranks; "
-        "not set: all of an iteration (--grpo-prompts-per-step x --grpo-group-size)",
-        unit="responses",
-    )
-    seed: int = setting(1234, help="seed of the data order and of sampling")
-    bf16: bool = setting(False, help="compute in bfloat16; without it in float32")
-    recompute_granularity: Literal["full"] | None = setting(
-        None, help="recompute activations of whole layers in the backward pass; not set: keep them all"
-    )
-    recompute_method: Literal["uniform", "block"] | None = setting(
-        None,
-        help="uniform: recompute all layers in chunks of --recompute-num-layers; "
-        "block: recompute only the first --recompute-num-layers layers of each pipeline stage",
-    )
-    recompute_num_layers: int | None = setting(
-        None, help="see --recompute-method; needed with --recompute-granularity", unit="layers"
-    )
-    log_probs_chunk_size: int = setting(
-        1024, help="positions whose logits exist at the same time; bounds their memory", unit="tokens"
-    )
-    exit_interval: int | None = setting(
-        None,
-        help="stop after an iteration that is divisible by this; not set: run to the end",
-        unit="iterations",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """Optimizer (LoGRA): sketch, update rule and master weights."""
-
-    optimizer: Literal["logra"] = setting("logra", help="optimizer")
-    logra_rank: int = setting(256, help="rows of a random projection: the rank of an update")
-    logra_rule: Literal["paper"] = setting("paper", help="how a sketch becomes a direction")
-    logra_update_ratio: float = setting(6e-5, help="norm of a proposed update over the norm of the weights it changes")
-    logra_beta2: float = setting(0.95, help="decay of the second moments of the rows")
-    logra_eps: float = setting(1e-8, help="added to a row's root second moment, relative to the mean root")
-    logra_seed: int = setting(42, help="seed of the random projections")
-    logra_distribution: Literal["rademacher", "gaussian"] = setting(
-        "rademacher", help="entries of the random projections"
-    )
-    logra_master: Literal["split", "fp32"] | None = setting(
-        None,
-        help="master weights: split keeps a 16-bit remainder beside the bfloat16 weight (4 bytes a parameter), "
-        "fp32 a separate copy (6 bytes); not set: split with --bf16, fp32 without",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLConfig:
-    """KL control: predict what an update does to the policy, and scale it before it is made."""
-
-    kl_control: Literal["predicted", "off"] = setting(
-        "predicted",
-        help="predicted: scale each update to meet the budget; off: take every update as proposed",
-    )
-    kl_estimator: Literal["jvp"] = setting("jvp", help="how the KL is predicted (jvp: forward-mode derivative)")
-    kl_budget: float = setting(2e-4, help="KL that the first update may cost", unit="nats per token")
-    kl_budget_final: float = setting(2e-5, help="KL that the last update may cost", unit="nats per token")
-    kl_schedule_steps: int = setting(
-        300, help="updates over which the budget falls (cosine) from first to last", unit="updates"
-    )
-    kl_alpha_max: float = setting(3.0, help="largest factor by which a proposed update is scaled")
-    kl_probe_responses: int = setting(
-        2, help="responses of each data-parallel rank that the prediction uses", unit="responses"
-    )
-    kl_probe_max_tokens: int = setting(
-        4096, help="bound on the tokens of those responses, on each data-parallel rank", unit="tokens"
-    )
-    kl_mismatch_weight: float = setting(
-        0.3, help="weight of the newest value in the average generation mismatch; 0 ignores the mismatch"
-    )
-    kl_budget_floor: float = setting(
-        0.5, help="part of the scheduled budget that the mismatch can never take away", unit="fraction"
-    )
-    kl_measure_interval: int | None = setting(
-        None, help="measure the actual KL after every so many updates; not set: never", unit="updates"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +121,11 @@ class LoggingConfig:
     """Logging."""
 
     log_interval: int = setting(1, help="print the table of metrics every so many iterations", unit="iterations")
+    log_comm_interval: int | None = setting(
+        None,
+        help="count the bytes of all communication in every so many iterations (it slows these down); not set: never",
+        unit="iterations",
+    )
     log_samples: int = setting(2, help="responses printed with each table; 0: none", unit="responses")
     tensorboard_dir: str | None = setting(None, help="folder for TensorBoard; not set: no TensorBoard")
     wandb_project: str = setting("", help="Weights & Biases project; empty: no Weights & Biases")
@@ -293,8 +164,34 @@ class Config:
         return self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Copies of the model among `world_size` ranks."""
-        return world_size // self.model_parallel_size
+        """Shares that the responses are split into among `world_size` ranks."""
+        return world_size // (self.model_parallel_size * self.parallel.context_parallel_size)
+
+    @property
+    def expert_tensor_parallel_size(self) -> int:
+        """Ranks that one expert is split over: the setting, or that of dense layers."""
+        given = self.parallel.expert_tensor_parallel_size
+        return self.parallel.tensor_model_parallel_size if given is None else given
+
+    @property
+    def is_kl_controlled(self) -> bool:
+        """Whether updates are scaled to a KL budget; dense Adam's are taken as they are."""
+        return self.optimizer.optimizer == "logra" and self.kl.kl_control == "predicted"
+
+    @property
+    def trains_densely(self) -> bool:
+        """Whether Megatron's optimizer trains anything: every weight, or those that are not sketched."""
+        return self.optimizer.optimizer == "adam" or self.optimizer.logra_train_non_targets
+
+    @property
+    def has_learning_rate(self) -> bool:
+        """Whether anything is trained with `lr`."""
+        return self.trains_densely or self.optimizer.logra_rule != "paper"
+
+    @property
+    def synchronisation(self) -> Literal["factors", "full", "auto"]:
+        """How the rollout engine follows: the setting; factors alone do not describe a dense update."""
+        return "full" if self.trains_densely else self.sync.sync
 
     @property
     def responses_per_step(self) -> int:

@@ -105,6 +105,18 @@ def _parse_annotation(annotation: Any) -> tuple[type, bool, tuple[str, ...]]:
     return typing.get_origin(annotation) or annotation, optional, ()
 
 
+def flag_of(name: str) -> str:
+    """The command-line flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def raise_problems(problems: Iterable[str]) -> None:
+    """Raise ConfigError with all of them, if there are any."""
+    found = tuple(problems)
+    if found:
+        raise ConfigError(found)
+
+
 def closest(name: str, known: Iterable[str]) -> str:
     """A suggestion to put after an unknown name: the most similar known one, or nothing."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_logra.config import Config
-from megatron_logra.config_schema import ConfigError
+from megatron_logra.config_layout import check_layout, check_recompute
+from megatron_logra.config_schema import flag_of, raise_problems
 
 
 class _Range(NamedTuple):
@@ -50,6 +51,14 @@ _RANGES = (
     ("logra_beta2", _Range(0, 1, high_excluded=True)),
     ("logra_eps", _NOT_NEGATIVE),
     ("logra_seed", _NOT_NEGATIVE),
+    ("lr", _POSITIVE),
+    ("min_lr", _NOT_NEGATIVE),
+    ("lr_warmup_iters", _NOT_NEGATIVE),
+    ("weight_decay", _NOT_NEGATIVE),
+    ("clip_grad", _NOT_NEGATIVE),
+    ("adam_beta1", _Range(0, 1, high_excluded=True)),
+    ("adam_beta2", _Range(0, 1, high_excluded=True)),
+    ("adam_eps", _POSITIVE),
     ("kl_budget", _POSITIVE),
     ("kl_budget_final", _NOT_NEGATIVE),
     ("kl_alpha_max", _POSITIVE),
@@ -75,64 +84,20 @@ def validate_config(config: Config, *, world_size: int) -> None:
     checks = (
         _check_ranges(config),
         _check_texts(config),
-        _check_layout(config, world_size),
+        check_layout(config, world_size),
         _check_batches(config, world_size),
         _check_lengths(config),
-        _check_recompute(config),
+        check_recompute(config),
+        _check_optimizer(config),
         _check_kl(config),
         _check_without_effect(config),
     )
-    _raise_problems(problem for check in checks for problem in check)
+    raise_problems(problem for check in checks for problem in check)
 
 
 def validate_paths(config: Config) -> None:
     """Check that the files and folders to read exist and the folder to write can; raises ConfigError."""
-    _raise_problems(_check_paths(config))
-
-
-def validate_model_parallel(
-    config: Config,
-    *,
-    num_attention_heads: int,
-    num_query_groups: int,
-    num_layers: int,
-    ffn_hidden_size: int,
-    max_position_embeddings: int | None = None,
-) -> None:
-    """Check that a model of this shape (from config.json) can be split as configured; raises ConfigError."""
-    split = (
-        (num_attention_heads, "attention heads"),
-        (num_query_groups, "query groups (key/value heads)"),
-        (ffn_hidden_size, "columns of ffn_hidden_size"),
-    )
-    problems = [
-        problem for count, what in split for problem in _check_split(count, what, config, "tensor_model_parallel_size")
-    ]
-    problems += _check_split(num_layers, "layers", config, "pipeline_model_parallel_size")
-    problems += _check_sequence_split(config)
-    stages = config.parallel.pipeline_model_parallel_size
-    chunk = config.training.recompute_num_layers
-    if chunk is not None and stages > 0 and chunk > num_layers // stages:
-        problems.append(
-            f"recompute_num_layers {chunk} is more than the layers of a pipeline stage, {num_layers} // {stages} = "
-            f"{num_layers // stages}: set --recompute-num-layers to at most {num_layers // stages}"
-        )
-    if max_position_embeddings is not None and config.model.seq_length > max_position_embeddings:
-        problems.append(
-            f"seq_length {config.model.seq_length} is more than the {max_position_embeddings} positions that the "
-            f"model supports (max_position_embeddings): set --seq-length to at most {max_position_embeddings}"
-        )
-    _raise_problems(problems)
-
-
-def _raise_problems(problems: Iterator[str] | list[str]) -> None:
-    found = tuple(problems)
-    if found:
-        raise ConfigError(found)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    raise_problems(_check_paths(config))
 
 
 def _check_ranges(config: Config) -> Iterator[str]:
@@ -144,14 +109,14 @@ def _check_ranges(config: Config) -> Iterator[str]:
         if not allowed.holds(value):
             reason = f" ({reasons[name]})" if name in reasons else ""
             finite = "" if math.isfinite(value) else "finite "
-            yield f"{name} {value} is out of range: set {_flag(name)} to a {finite}value {allowed}{reason}"
+            yield f"{name} {value} is out of range: set {flag_of(name)} to a {finite}value {allowed}{reason}"
 
 
 def _check_texts(config: Config) -> Iterator[str]:
     may_be_empty = {"wandb_project", "wandb_exp_name", "system_prompt"}
     for name, value in config.flat().items():
         if value == "" and name not in may_be_empty:
-            yield f"{name} is an empty text: give {_flag(name)} a value"
+            yield f"{name} is an empty text: give {flag_of(name)} a value"
     if "" in config.rollout.rollout_stop:
         yield "rollout_stop contains an empty text, which would end every response at once: remove it"
     if len(set(config.rollout.rollout_stop)) < len(config.rollout.rollout_stop):
@@ -170,49 +135,11 @@ def _check_texts(config: Config) -> Iterator[str]:
         )
 
 
-def _check_layout(config: Config, world_size: int) -> Iterator[str]:
-    tensor = config.parallel.tensor_model_parallel_size
-    pipeline = config.parallel.pipeline_model_parallel_size
-    if world_size < 1:
-        yield f"world size {world_size} is out of range: start at least one process"
-    size = tensor * pipeline
-    if tensor > 0 and pipeline > 0 and world_size > 0 and world_size % size:
-        yield (
-            f"world size {world_size} is not divisible by tensor_model_parallel_size {tensor} x "
-            f"pipeline_model_parallel_size {pipeline} = {size}: {world_size} % {size} = {world_size % size}; "
-            f"start a multiple of {size} processes, or split the model over a number that divides {world_size}"
-        )
-    if config.parallel.sequence_parallel and tensor == 1:
-        yield (
-            "sequence_parallel has no effect with tensor_model_parallel_size 1: "
-            "give --tensor-model-parallel-size at least 2, or leave out --sequence-parallel"
-        )
-    yield from _check_sequence_split(config)
-
-
-def _check_sequence_split(config: Config) -> Iterator[str]:
-    length, tensor = config.model.seq_length, config.parallel.tensor_model_parallel_size
-    if config.parallel.sequence_parallel and tensor > 1 and length % tensor:
-        yield (
-            f"seq_length {length} cannot be split over tensor_model_parallel_size {tensor} with sequence_parallel: "
-            f"{length} % {tensor} = {length % tensor}; set --seq-length to a multiple of {tensor}"
-        )
-
-
-def _check_split(count: int, what: str, config: Config, name: str) -> Iterator[str]:
-    size = getattr(config.parallel, name)
-    if size > 0 and count % size:
-        divisors = ", ".join(str(d) for d in range(1, min(count, 64) + 1) if count % d == 0)
-        yield (
-            f"{count} {what} cannot be split over {name} {size}: {count} % {size} = {count % size}; "
-            f"set {_flag(name)} to a divisor of {count} ({divisors}{', ...' if count > 64 else ''})"
-        )
-
-
 def _check_batches(config: Config, world_size: int) -> Iterator[str]:
     training, grpo = config.training, config.grpo
     batch, step = config.global_batch_size, config.responses_per_step
-    if min(batch, step, training.micro_batch_size, config.model_parallel_size, world_size) < 1:
+    ranks_per_replica = config.model_parallel_size * config.parallel.context_parallel_size
+    if min(batch, step, training.micro_batch_size, ranks_per_replica, world_size) < 1:
         return
     product = f"grpo_prompts_per_step {grpo.grpo_prompts_per_step} x grpo_group_size {grpo.grpo_group_size}"
     if step % batch:
@@ -220,7 +147,7 @@ def _check_batches(config: Config, world_size: int) -> Iterator[str]:
             f"{product} = {step} responses is not divisible by global_batch_size {batch}: {step} % {batch} = "
             f"{step % batch}; set --global-batch-size to a divisor of {step}"
         )
-    if world_size % config.model_parallel_size:
+    if world_size % ranks_per_replica:
         return
     replicas = config.data_parallel_size(world_size)
     unit = training.micro_batch_size * replicas
@@ -254,28 +181,41 @@ def _check_lengths(config: Config) -> Iterator[str]:
         )
 
 
-def _check_recompute(config: Config) -> Iterator[str]:
-    training = config.training
-    for name in ("recompute_method", "recompute_num_layers"):
-        value = getattr(training, name)
-        if training.recompute_granularity is None and value is not None:
-            yield (
-                f"{name} {value} has no effect without recompute_granularity: "
-                f"give --recompute-granularity full, or leave out {_flag(name)}"
-            )
-        if training.recompute_granularity == "full" and value is None:
-            example = "--recompute-method uniform" if name == "recompute_method" else "--recompute-num-layers 1"
-            yield f"recompute_granularity full needs {name}: give for example {example}"
-    if config.optimizer.logra_master == "split" and not training.bf16:
+def _check_optimizer(config: Config) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.logra_master == "split" and not config.training.bf16:
         yield (
             "logra_master split needs bf16, because it splits a float32 value into a bfloat16 weight and a "
             "remainder: give --bf16, or --logra-master fp32"
         )
+    if config.has_learning_rate and optimizer.lr is None:
+        because = (
+            "optimizer adam"
+            if optimizer.optimizer == "adam"
+            else (
+                "logra_train_non_targets" if optimizer.logra_train_non_targets else f"logra_rule {optimizer.logra_rule}"
+            )
+        )
+        yield f"{because} needs lr: give a learning rate with --lr, for example --lr 1e-6"
+    if optimizer.lr is not None and optimizer.min_lr > optimizer.lr:
+        yield f"min_lr {optimizer.min_lr} is more than lr {optimizer.lr}: set --min-lr to at most {optimizer.lr}"
+    if optimizer.lr_decay_iters is not None and optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:
+        yield (
+            f"lr_decay_iters {optimizer.lr_decay_iters} is not after lr_warmup_iters {optimizer.lr_warmup_iters}: the "
+            "learning rate rises first and then falls; raise --lr-decay-iters"
+        )
+    if config.trains_densely and config.sync.sync == "factors":
+        yield (
+            "sync factors cannot describe a dense update (optimizer adam or logra_train_non_targets): give --sync full "
+            "or leave it out"
+        )
+    if optimizer.optimizer == "adam" and config.kl.kl_control == "predicted" and "kl_control" in config.explicit:
+        yield "kl_control predicted needs optimizer logra: dense Adam's update is taken as it is; give --kl-control off"
 
 
 def _check_kl(config: Config) -> Iterator[str]:
     kl = config.kl
-    if kl.kl_control == "predicted" and kl.kl_budget_final > kl.kl_budget:
+    if config.is_kl_controlled and kl.kl_budget_final > kl.kl_budget:
         yield (
             f"kl_budget_final {kl.kl_budget_final} is more than kl_budget {kl.kl_budget}, but the budget falls from "
             f"first to last: set --kl-budget-final to at most {kl.kl_budget}"
@@ -284,11 +224,50 @@ def _check_kl(config: Config) -> Iterator[str]:
 
 def _check_without_effect(config: Config) -> Iterator[str]:
     """Settings that were given although another setting turns off what they are for."""
-    kl, off = config.kl, config.kl.kl_control == "off"
-    kl_names = tuple(name for name in config.flat() if name.startswith("kl_") and name != "kl_control")
+    kl, off, optimizer = config.kl, not config.is_kl_controlled, config.optimizer
+    budget_names = tuple(
+        name
+        for name in config.flat()
+        if name.startswith("kl_") and name not in ("kl_control", "kl_measure_interval") and "probe" not in name
+    )
     constant = not off and kl.kl_budget == kl.kl_budget_final
+    adam = optimizer.optimizer == "adam"
+    logra_names = tuple(name for name in config.flat() if name.startswith("logra_"))
+    rate_names = ("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "lr_decay_style", "weight_decay", "clip_grad")
     rules: tuple[tuple[bool, tuple[str, ...], str, str], ...] = (
-        (off, kl_names, "kl_control off", "give --kl-control predicted"),
+        (off and not adam, budget_names, "kl_control off", "give --kl-control predicted"),
+        (adam, (*budget_names, *logra_names), "optimizer adam", "give --optimizer logra"),
+        (
+            not config.has_learning_rate,
+            rate_names,
+            "logra_rule paper, whose step is logra_update_ratio",
+            "give --logra-rule lr",
+        ),
+        (
+            not config.trains_densely,
+            ("adam_beta1", "adam_beta2", "adam_eps"),
+            "optimizer logra",
+            "give --optimizer adam",
+        ),
+        (
+            optimizer.lr_decay_style == "constant",
+            ("min_lr", "lr_decay_iters"),
+            "lr_decay_style constant",
+            "give --lr-decay-style cosine",
+        ),
+        (
+            not adam and optimizer.logra_rule != "paper",
+            ("logra_update_ratio",),
+            f"logra_rule {optimizer.logra_rule}",
+            "give --logra-rule paper",
+        ),
+        (optimizer.logra_rule == "sgd", ("logra_beta2", "logra_eps"), "logra_rule sgd", "give --logra-rule lr"),
+        (
+            not config.training.bf16 and not config.trains_densely,
+            ("use_distributed_optimizer",),
+            "float32 weights, which are their own masters",
+            "give --bf16",
+        ),
         (constant, ("kl_schedule_steps",), "kl_budget_final = kl_budget", "give another --kl-budget-final"),
         (
             not off and kl.kl_mismatch_weight == 0,
@@ -314,7 +293,7 @@ def _check_without_effect(config: Config) -> Iterator[str]:
     for applies, names, because, fix in rules:
         for name in names:
             if applies and name in config.explicit:
-                yield f"{name} {values[name]} has no effect with {because}: {fix}, or leave out {_flag(name)}"
+                yield f"{name} {values[name]} has no effect with {because}: {fix}, or leave out {flag_of(name)}"
 
 
 def _check_paths(config: Config) -> Iterator[str]:
@@ -323,11 +302,11 @@ def _check_paths(config: Config) -> Iterator[str]:
     for name, path in folders:
         if path is not None and not os.path.isdir(path):
             state = "is not a folder" if os.path.exists(path) else "does not exist"
-            yield f"{name} {path!r} {state}: give {_flag(name)} an existing folder"
+            yield f"{name} {path!r} {state}: give {flag_of(name)} an existing folder"
     for name, path in files:
         if path is not None and not os.path.isfile(path):
             state = "is not a file" if os.path.exists(path) else "does not exist"
-            yield f"{name} {path!r} {state}: give {_flag(name)} an existing .jsonl or .parquet file"
+            yield f"{name} {path!r} {state}: give {flag_of(name)} an existing .jsonl or .parquet file"
     outputs = (
         ("save", config.checkpoint.save),
         ("tensorboard_dir", config.logging.tensorboard_dir),
@@ -335,7 +314,7 @@ def _check_paths(config: Config) -> Iterator[str]:
     )
     for name, path in outputs:
         if path is not None and os.path.exists(path) and not os.path.isdir(path):
-            yield f"{name} {path!r} is a file, but a folder is to be written there: give {_flag(name)} another path"
+            yield f"{name} {path!r} is a file, but a folder is to be written there: give {flag_of(name)} another path"
     save, source = config.checkpoint.save, config.model.hf_checkpoint
     if save is not None and os.path.realpath(save) == os.path.realpath(source):
         yield f"save {save!r} is the folder of hf_checkpoint, which it would overwrite: give --save another folder"

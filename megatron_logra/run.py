@@ -5,7 +5,7 @@ All checks that need files or the model happen here, before anything is written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +13,35 @@ import torch
 import torch.distributed as dist
 
 from megatron_logra.config import Config
-from megatron_logra.config_validation import validate_model_parallel
+from megatron_logra.config_layout import ModelSizes, validate_model_parallel
 from megatron_logra.hf.config import ModelShape, read_model_shape
 from megatron_logra.hf.safetensors_io import HFReader, validate_checkpoint
 from megatron_logra.kl.controller import KLController
 from megatron_logra.loggers.base import LoggerGroup
-from megatron_logra.mcore.build import PolicySettings, build_optimizer, build_policy, load_weights_
+from megatron_logra.mcore.build import (
+    build_optimizer,
+    build_policy,
+    check_projections,
+    load_weights_,
+    select_groups,
+)
+from megatron_logra.mcore.dense import DenseOptimizer
 from megatron_logra.mcore.initialize import initialize_distributed, initialize_model_parallel
 from megatron_logra.mcore.policy import Policy
+from megatron_logra.mcore.spec import select_modules
+from megatron_logra.mcore.transformer_config import PolicySettings
 from megatron_logra.mcore.weights import ReferencePolicy, stage_tables
 from megatron_logra.metrics import Timers
+from megatron_logra.optim.dense import DenseSettings
 from megatron_logra.optim.logra import LograOptimizer, LograSettings
+from megatron_logra.optim.schedule import LearningRateSchedule
 from megatron_logra.parallel.groups import ParallelGroups
 from megatron_logra.parallel.scalars import run_on_all_ranks
 from megatron_logra.rl.data import PromptStream, Sample, load_dataset, tokenize_prompts
 from megatron_logra.rl.rewards import RewardFunction, load_reward
 from megatron_logra.rollout.embedded import EmbeddedEngine
 from megatron_logra.rollout.engine import RolloutEngine
+from megatron_logra.sync.gather import ShardSizes
 from megatron_logra.sync.sender import PolicySender
 
 
@@ -68,7 +80,8 @@ class Run:
     groups: ParallelGroups
     device: torch.device
     policy: Policy
-    optimizer: LograOptimizer
+    optimizer: LograOptimizer | None
+    dense: DenseOptimizer | None
     controller: KLController
     reference: ReferencePolicy | None
     engine: RolloutEngine
@@ -85,7 +98,9 @@ class Run:
     @property
     def version(self) -> int:
         """Policy version: the number of updates made."""
-        return self.optimizer.num_updates
+        counting = self.optimizer or self.dense
+        assert counting is not None
+        return counting.num_updates
 
 
 def build_run(config: Config) -> Run:
@@ -101,20 +116,36 @@ def build_run(config: Config) -> Run:
     world = dist.group.WORLD
     assert world is not None
     inputs = _read_on_all_ranks(config, world, device)
+    parallel = config.parallel
+    settings = _policy_settings(config, inputs.shape)
     groups = initialize_model_parallel(
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         seed=config.training.seed,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=settings.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
     )
-    policy = build_policy(inputs.shape, _policy_settings(config), groups)
+    policy = run_on_all_ranks(lambda: build_policy(inputs.shape, settings, groups), world, device)
     load_weights_(policy, inputs.reader.read)
+    optimizer = None
+    if policy.target_groups:
+        optimizer = build_optimizer(policy, _logra_settings(config))
+        check_projections(policy, optimizer)
     sender = PolicySender(
         inputs.shape,
         stage_tables(policy),
+        sizes=ShardSizes(
+            tp=groups.tp_size,
+            etp=groups.etp_size,
+            ep=groups.ep_size,
+            padded_vocab=config.padded_vocab_size(inputs.shape.vocab_size),
+        ),
+        targets=policy.target_groups,
         tp_group=groups.tp,
         pp_group=groups.pp,
-        tp_size=groups.tp_size,
-        padded_vocab=config.padded_vocab_size(inputs.shape.vocab_size),
+        expert_group=groups.etp_ep,
         bucket_bytes=config.sync.sync_bucket_mb * 2**20,
         device=device,
     )
@@ -124,7 +155,8 @@ def build_run(config: Config) -> Run:
         groups=groups,
         device=device,
         policy=policy,
-        optimizer=build_optimizer(policy, _logra_settings(config)),
+        optimizer=optimizer,
+        dense=DenseOptimizer(policy, _dense_settings(config)) if config.trains_densely else None,
         controller=_build_controller(config),
         reference=ReferencePolicy(policy) if config.grpo.grpo_kl_beta > 0 else None,
         engine=EmbeddedEngine(
@@ -162,14 +194,10 @@ def read_inputs(config: Config) -> Inputs:
     """
     folder = config.model.hf_checkpoint
     shape = read_model_shape(folder, config.model_overrides())
-    validate_model_parallel(
-        config,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        num_layers=shape.num_layers,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        max_position_embeddings=shape.max_position_embeddings,
-    )
+    validate_model_parallel(config, _sizes(shape))
+    if config.optimizer.optimizer == "logra":
+        select_groups(shape, config.optimizer.logra_targets or None)
+    select_modules(config.parallel.transformer_impl)
     reader = HFReader(folder)
     validate_checkpoint(reader, shape)
     tokenizer = _load_tokenizer(folder)
@@ -226,23 +254,40 @@ def _stop_token_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
     return stops
 
 
-def _policy_settings(config: Config) -> PolicySettings:
-    training = config.training
+def _sizes(shape: ModelShape) -> ModelSizes:
+    return ModelSizes(**{field.name: getattr(shape, field.name) for field in fields(ModelSizes)})
+
+
+def _policy_settings(config: Config, shape: ModelShape) -> PolicySettings:
+    training, parallel = config.training, config.parallel
+    chunk = parallel.num_layers_per_virtual_pipeline_stage
     return PolicySettings(
         dtype=compute_dtype(config),
         seq_length=config.model.seq_length,
-        sequence_parallel=config.parallel.sequence_parallel,
+        sequence_parallel=parallel.sequence_parallel,
+        virtual_pipeline_model_parallel_size=(
+            None if chunk is None else shape.num_layers // parallel.pipeline_model_parallel_size // chunk
+        ),
+        num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
         make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by,
         recompute_granularity=training.recompute_granularity,
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,
+        recompute_modules=training.recompute_modules or None,
+        transformer_impl=parallel.transformer_impl,
         master=config.logra_master,
+        shard_master=parallel.use_distributed_optimizer,
+        targets=config.optimizer.logra_targets or None,
+        train_all=config.optimizer.optimizer == "adam",
+        train_non_targets=config.optimizer.logra_train_non_targets,
         chunk_size=training.log_probs_chunk_size,
     )
 
 
 def _logra_settings(config: Config) -> LograSettings:
     optimizer = config.optimizer
+    has_rate = optimizer.logra_rule != "paper"
     return LograSettings(
         rank=optimizer.logra_rank,
         rule=optimizer.logra_rule,
@@ -251,6 +296,36 @@ def _logra_settings(config: Config) -> LograSettings:
         epsilon=optimizer.logra_eps,
         seed=optimizer.logra_seed,
         distribution=optimizer.logra_distribution,
+        refresh_interval=optimizer.logra_refresh_interval,
+        projection_cache=optimizer.logra_projection_cache,
+        schedule=_schedule(config) if has_rate else None,
+        weight_decay=optimizer.weight_decay if has_rate else 0.0,
+        clip_grad=optimizer.clip_grad if has_rate else 0.0,
+    )
+
+
+def _dense_settings(config: Config) -> DenseSettings:
+    optimizer = config.optimizer
+    return DenseSettings(
+        schedule=_schedule(config),
+        weight_decay=optimizer.weight_decay,
+        beta1=optimizer.adam_beta1,
+        beta2=optimizer.adam_beta2,
+        epsilon=optimizer.adam_eps,
+        clip_grad=optimizer.clip_grad,
+        distributed=config.parallel.use_distributed_optimizer,
+    )
+
+
+def _schedule(config: Config) -> LearningRateSchedule:
+    optimizer = config.optimizer
+    assert optimizer.lr is not None
+    return LearningRateSchedule(
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        warmup=optimizer.lr_warmup_iters,
+        decay=optimizer.lr_decay_iters or config.training.train_iters * config.updates_per_step,
+        style=optimizer.lr_decay_style,
     )
 
 

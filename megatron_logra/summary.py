@@ -35,9 +35,11 @@ def summarise(run: Run, rollouts: Rollouts, outcomes: Sequence[UpdateOutcome]) -
     for number, outcome in enumerate(outcomes):
         _add_update_sums(run, sums, outcome, is_first=number == 0)
     metrics |= _reduce(run, sums).to_metrics() | outcomes[-1].metrics
-    metrics["actor/grad_norm"] = metrics["logra/sketch_norm"]
-    tables, rank = run.sender.stages, run.optimizer.settings.rank
-    metrics["sync/factor_bytes"] = float(factor_bytes(tables, rank))
+    if "actor/grad_norm" not in metrics:
+        metrics["actor/grad_norm"] = metrics["logra/sketch_norm"]
+    tables = run.sender.stages
+    if run.config.synchronisation != "full" and run.optimizer is not None:
+        metrics["sync/factor_bytes"] = float(factor_bytes(tables, run.optimizer.settings.rank, run.sender.groups))
     metrics["sync/full_bytes"] = float(full_bytes(tables, itemsize=2 if run.config.training.bf16 else 4))
     return metrics | compute_throughput(
         metrics["perf/total_num_tokens"],

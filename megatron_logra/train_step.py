@@ -1,14 +1,15 @@
 """One update of the policy from scored responses: the LoGRA algorithm, distributed.
 
     S  += dY^T P          forward and backward over all micro-batches             mcore.policy
-    S   = sum over TP, DP (the sketched gradient all-reduce)                      parallel.reductions
+    S   = sum over TP, DP x CP (the sketched gradient all-reduce)                 parallel.reductions
     D   = row-wise Adam, scaled to update_ratio |W|                               optim.logra
     KL  = 1/2 Var_p(dz)   of the whole proposed update, on a probe                mcore.tangent
     a   = min(alpha_max, sqrt(budget / KL))                                       kl.controller
     W  <- W - round(a D) A                                                        optim.merge
 
-Every rank runs the same lines; each number that decides something is a result of a reduction, so all ranks decide
-alike. The host reads device values once, in the middle (`parallel.scalars.read_scalars`).
+Weights that are not sketched are frozen, or trained by Megatron's Adam from the same backward pass (`mcore.dense`);
+with `--optimizer adam` that is all of them. Every rank runs the same lines; each number that decides something is a
+result of a reduction, so all ranks decide alike. The host reads device values once, in the middle (`step_metrics`).
 """
 
 from __future__ import annotations
@@ -22,23 +23,26 @@ import torch
 from torch import Tensor
 
 from megatron_logra.kl.controller import KLController
+from megatron_logra.mcore.dense import DenseOptimizer
 from megatron_logra.mcore.policy import Policy, TokenOutputs
-from megatron_logra.mcore.tangent import compute_actual_kl, compute_predicted_kl
+from megatron_logra.mcore.tangent import compute_predicted_kl
 from megatron_logra.metrics import Timers
-from megatron_logra.optim.logra import LograOptimizer, UpdateNorms
-from megatron_logra.parallel.reductions import reduce_sketches_, sum_over
-from megatron_logra.parallel.scalars import read_scalars, require_finite
+from megatron_logra.optim.logra import LograOptimizer
+from megatron_logra.parallel.reductions import reduce_sketches_
 from megatron_logra.rl.batching import (
     MicroBatch,
     Response,
     build_microbatches,
+    compute_padded_length,
     count_valid_tokens,
     select_probe_responses,
+    shard_context,
     split_data_parallel,
 )
 from megatron_logra.rl.losses import grpo_token_loss
 from megatron_logra.rl.selection import select_informative
 from megatron_logra.sketch.target import SketchTarget
+from megatron_logra.step_metrics import choose_alpha, measure_kl, named_norms, read_step
 
 
 @dataclass(frozen=True)
@@ -81,29 +85,35 @@ class UpdateOutcome:
 
 def train_step(
     policy: Policy,
-    optimizer: LograOptimizer,
+    optimizer: LograOptimizer | None,
     controller: KLController | None,
     responses: Sequence[Response],
     advantages: Sequence[float],
     *,
     settings: UpdateSettings,
     probe: ProbeSettings,
+    on_sketch: Callable[[LograOptimizer], None] = lambda optimizer: None,
     on_factor: Callable[[SketchTarget, Tensor], None] = lambda target, factor: None,
     observe_mismatch: bool = True,
     measure: bool = False,
     timers: Timers | None = None,
+    dense: DenseOptimizer | None = None,
 ) -> UpdateOutcome:
     """One update from `responses` of all ranks (the same list on every rank) and their advantages.
 
     Args:
+        optimizer: of the sketched weights; None when there are none.
         controller: scales the update to its KL budget; None takes it as proposed (alpha 1).
+        on_sketch: sees the reduced sketches, before the direction takes their place.
         on_factor: receives each target with its factor `U` after it was merged, for the rollout engines.
         observe_mismatch: let the controller see generation against trainer log-probabilities; only true for the first
             update of a batch of rollouts, since later ones train another policy than the one that sampled.
         measure: evaluate the probe again after the update and report the actual KL.
+        dense: of all other weights; None when they are frozen.
 
     Raises:
-        FloatingPointError: on all ranks, with nothing applied, when a norm or the predicted KL is not finite.
+        FloatingPointError: on all ranks, with nothing applied, when a norm or the predicted KL is not finite; names
+            the layers whose sketch is not.
         ValueError: no response is valid, or the numbers do not divide.
     """
     timed = timers or (lambda name: nullcontext())
@@ -123,43 +133,63 @@ def train_step(
     probe_batch = _build_probe(policy, responses, probe)
 
     loss_sums: dict[str, Tensor] = {}
-    outputs = policy.accumulate_sketches(
+    if dense is not None:
+        dense.zero_grad_()
+    outputs = policy.accumulate(
         batches, partial(_token_loss, settings, num_tokens, loss_sums), temperature=settings.temperature
     )
-    reduce_sketches_(optimizer.buffer, policy.groups)
-    norms = optimizer.compute_direction_()
-    with timed("kl_probe"):
-        predicted = compute_predicted_kl(policy, probe_batch, temperature=settings.temperature)
-        metrics = _read_step(policy, norms, predicted, probe_batch, batches, outputs)
+    grad_norm = None if dense is None else dense.reduce_gradients_()
+    values: dict[str, Tensor] = {} if grad_norm is None else {"actor/grad_norm": grad_norm}
+    predicted = None
+    if optimizer is not None:
+        reduce_sketches_(optimizer.buffer, policy.groups)
+        on_sketch(optimizer)
+        values |= named_norms(optimizer.compute_direction_())
+        with timed("kl_probe"):
+            predicted = compute_predicted_kl(policy, probe_batch, temperature=settings.temperature)
+    with timed("kl_probe"):  # waits for the device, which is still at the probe
+        metrics = read_step(policy, optimizer, values, predicted, probe_batch, batches, outputs)
     hidden_before = policy.compute_hidden(probe_batch) if measure else None
 
-    alpha = _choose_alpha(controller, optimizer.num_updates, metrics, observe_mismatch)
-    for target, factor in optimizer.merge_(alpha):
-        on_factor(target, factor)
-    optimizer.finish_update()
+    if optimizer is not None:
+        alpha = choose_alpha(controller, optimizer.num_updates, metrics, observe_mismatch)
+        for target, factor in optimizer.merge_(alpha):
+            on_factor(target, factor)
+        optimizer.finish_update()
+    if dense is not None:
+        dense.update_()
 
     if measure:
-        metrics |= _measure(policy, probe_batch, hidden_before, settings.temperature, metrics)
+        metrics |= measure_kl(policy, probe_batch, hidden_before, settings.temperature, metrics)
     return UpdateOutcome(metrics, batches, outputs, loss_sums)
 
 
 def build_own_batches(
-    policy: Policy, responses: Sequence[Response], advantages: Sequence[float], *, micro_batch_size: int | None = None
+    policy: Policy,
+    responses: Sequence[Response],
+    advantages: Sequence[float],
+    *,
+    micro_batch_size: int | None = None,
+    same_length: bool = False,
 ) -> tuple[list[int], list[MicroBatch]]:
     """This data-parallel rank's share: indices into `responses`, and micro-batches of them on the device.
 
-    `micro_batch_size` None puts the whole share into one micro-batch.
+    A context-parallel rank gets its part of every sequence. `micro_batch_size` None puts the whole share into one
+    micro-batch; `same_length` pads alike on all data-parallel ranks.
     """
-    groups, config = policy.groups, policy.model.config
+    groups = policy.groups
     own = split_data_parallel(responses, groups.dp_rank, groups.dp_size)
+    multiple = policy.length_multiple * groups.cp_size
     batches = build_microbatches(
         [responses[index] for index in own],
         [advantages[index] for index in own],
         micro_batch_size=micro_batch_size or len(own),
-        pad_multiple=groups.tp_size if config.sequence_parallel else 1,
-        dtype=torch.float64 if config.params_dtype == torch.float64 else torch.float32,
+        pad_multiple=multiple,
+        length=compute_padded_length(responses, pad_multiple=multiple) if same_length else None,
+        dtype=torch.float64 if policy.model.config.params_dtype == torch.float64 else torch.float32,
     )
-    return own, [batch.to(policy.targets[0].weight.device) for batch in batches]
+    parts = [shard_context(batch, groups.cp_rank, groups.cp_size) for batch in batches]
+    return own, [part.to(policy.device) for part in parts]
 
 
 def _build_probe(policy: Policy, responses: Sequence[Response], probe: ProbeSettings) -> MicroBatch:
@@ -167,7 +197,9 @@ def _build_probe(policy: Policy, responses: Sequence[Response], probe: ProbeSett
     size = policy.groups.dp_size
     first = responses[: min(probe.num_responses * size, len(responses))]
     chosen = select_probe_responses(first, num_responses=len(first), max_tokens=probe.max_tokens * size)
-    _, (batch,) = build_own_batches(policy, chosen, [0.0] * len(chosen))
+    # Ranks that share experts bring equally many tokens to the tangent pass (mcore.moe).
+    same_length = policy.shape.num_experts is not None
+    _, (batch,) = build_own_batches(policy, chosen, [0.0] * len(chosen), same_length=same_length)
     return batch
 
 
@@ -188,81 +220,3 @@ def _token_loss(
     for name, value in statistics.items():
         sums[name] = sums[name] + value if name in sums else value
     return loss_N.sum() / num_tokens
-
-
-def _read_step(
-    policy: Policy,
-    norms: UpdateNorms,
-    predicted: Tensor,
-    probe_batch: MicroBatch,
-    batches: Sequence[MicroBatch],
-    outputs: Sequence[TokenOutputs],
-) -> dict[str, float]:
-    """Global means and norms on the host, equal on all ranks; raises on all ranks when one is not finite."""
-    groups = policy.groups
-    local = torch.zeros(4, dtype=torch.float64, device=predicted.device)
-    if groups.is_last_stage and groups.tp_rank == 0:
-        finished = [batch.finished_B[batch.sequence_N] for batch in batches]
-        gaps = [
-            (batch.generation_logprob_N - output.logprob_N).double() * mask
-            for batch, output, mask in zip(batches, outputs, finished, strict=True)
-        ]
-        local = torch.stack(
-            [
-                predicted,
-                torch.full_like(predicted, probe_batch.num_entries),
-                torch.stack([gap.sum() for gap in gaps]).sum(),
-                torch.stack([mask.sum() for mask in finished]).sum().double(),
-            ]
-        )
-    kl_sum, kl_tokens, gap_sum, gap_tokens, sketch, weight, update = read_scalars(
-        *sum_over(local, groups.world).unbind(), norms.sketch, norms.weight, norms.update
-    )
-    metrics = {
-        "logra/predicted_kl": kl_sum / kl_tokens,
-        "logra/mismatch": gap_sum / gap_tokens if gap_tokens else 0.0,
-        "logra/sketch_norm": sketch,
-        "logra/weight_norm": weight,
-        "logra/update_norm": update,
-    }
-    require_finite(metrics)
-    return metrics
-
-
-def _choose_alpha(
-    controller: KLController | None, update: int, metrics: dict[str, float], observe_mismatch: bool
-) -> float:
-    """Factor of the proposed update; what led to it is added to `metrics`."""
-    predicted = metrics["logra/predicted_kl"]
-    alpha = 1.0
-    if controller is not None:
-        if observe_mismatch:
-            controller.observe_mismatch(metrics["logra/mismatch"])
-        alpha = controller.step_scale(predicted, update)
-        metrics["logra/effective_budget"] = controller.effective_budget(update)
-        metrics["logra/mismatch_ema"] = controller.mismatch_ema
-    metrics["logra/alpha"] = alpha
-    metrics["logra/scaled_predicted_kl"] = alpha * alpha * predicted
-    metrics["logra/update_ratio"] = alpha * metrics["logra/update_norm"] / metrics["logra/weight_norm"]
-    return alpha
-
-
-def _measure(
-    policy: Policy,
-    probe_batch: MicroBatch,
-    hidden_before: Tensor | None,
-    temperature: float,
-    metrics: dict[str, float],
-) -> dict[str, float]:
-    """Exact KL of the update just made, over the probe, and its ratio to the scaled prediction."""
-    groups = policy.groups
-    hidden_after = policy.compute_hidden(probe_batch)
-    local = torch.zeros(2, dtype=torch.float64, device=probe_batch.tokens_BT.device)
-    if hidden_before is not None and hidden_after is not None:
-        total = compute_actual_kl(policy, hidden_before, hidden_after, temperature=temperature)
-        if groups.tp_rank == 0:
-            local = torch.stack([total, torch.full_like(total, probe_batch.num_entries)])
-    kl_sum, kl_tokens = read_scalars(*sum_over(local, groups.world).unbind())
-    scaled = metrics["logra/scaled_predicted_kl"]
-    actual = kl_sum / kl_tokens
-    return {"logra/actual_kl": actual} | ({"logra/actual_over_predicted_kl": actual / scaled} if scaled > 0 else {})

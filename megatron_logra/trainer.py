@@ -25,10 +25,12 @@ from megatron_logra.arguments import resolved_yaml
 from megatron_logra.checkpoint import HF_FOLDER, export_policy, load_checkpoint, save_checkpoint
 from megatron_logra.config import Config
 from megatron_logra.loggers.build import build_loggers
+from megatron_logra.mcore.build import check_replicas
 from megatron_logra.mcore.weights import read_master
 from megatron_logra.metrics import compute_accuracy_metrics, format_accuracy
 from megatron_logra.parallel.reductions import sum_over
 from megatron_logra.parallel.scalars import run_on_all_ranks
+from megatron_logra.parallel.traffic import TrafficCounter
 from megatron_logra.progress import Progress
 from megatron_logra.rl.advantages import response_advantages
 from megatron_logra.rl.batching import Response, attach_logprobs
@@ -78,7 +80,19 @@ def train(config: Config) -> None:
 
 
 def train_iteration(run: Run) -> dict[str, float]:
-    """One batch of rollouts and the updates it is used for; returns global metrics, equal on all ranks."""
+    """One batch of rollouts and the updates it is used for; returns global metrics, equal on all ranks.
+
+    Bytes of communication (`comm/*`, at every --log-comm-interval) are those of the first rank.
+    """
+    interval = run.config.logging.log_comm_interval
+    if interval is None or (run.step + 1) % interval:
+        return _train_iteration(run)
+    with TrafficCounter(run.groups.labels()) as counter:
+        metrics = _train_iteration(run)
+    return metrics | counter.metrics()
+
+
+def _train_iteration(run: Run) -> dict[str, float]:
     config, timers = run.config, run.timers
     with timers("step"):
         with timers("gen"):
@@ -157,7 +171,7 @@ def update(
     outcome = train_step(
         run.policy,
         run.optimizer,
-        run.controller if config.kl.kl_control == "predicted" else None,
+        run.controller if config.is_kl_controlled else None,
         responses,
         advantages,
         settings=UpdateSettings(
@@ -173,19 +187,24 @@ def update(
         observe_mismatch=is_first,
         measure=interval is not None and (run.version + 1) % interval == 0,
         timers=run.timers,
+        dense=run.dense,
     )
+    check = config.optimizer.logra_check_interval
+    if check is not None and run.version % check == 0:
+        check_replicas(run.policy)
     return outcome, factors
 
 
 def synchronise(run: Run, factors: dict[str, Tensor]) -> None:
     """Bring the rollout engine to the trainer's version by factors, or by all weights."""
-    settings = run.optimizer.settings
-    if run.config.sync.sync == "full":
+    if run.config.synchronisation == "full" or run.optimizer is None:
         synchronise_full(run)
         return
+    settings, made = run.optimizer.settings, run.optimizer.last_update
     header = PacketHeader(
         base_seed=settings.seed,
-        update=run.version - 1,
+        update=made.projection_update,
+        keep=made.keep,
         rank=settings.rank,
         distribution=settings.distribution,
         widths=run.sender.widths,
@@ -193,7 +212,7 @@ def synchronise(run: Run, factors: dict[str, Tensor]) -> None:
         version_after=run.version,
     )
     packet = run.sender.gather_packet(header, lambda entry: factors[entry.megatron_name])
-    if run.config.sync.sync == "factors":
+    if run.config.synchronisation == "factors":
         run_on_all_ranks(lambda: run.engine.apply_factors(packet), run.groups.world, run.device)
         return
     refusal: PacketRefused | None = None
@@ -248,7 +267,7 @@ def start(run: Run) -> None:
 def load_state(run: Run, folder: Path) -> dict[str, Any]:
     """Take over a checkpoint, rollout engine included, and return its state; `SetUpError` on all ranks otherwise."""
     try:
-        state = load_checkpoint(folder, run.policy, run.optimizer, run.device)
+        state = load_checkpoint(folder, run.policy, run.optimizer, run.dense, run.device)
         run.inputs.stream.load_state_dict(state["data"])
     except (ValueError, RuntimeError) as error:
         raise SetUpError(str(error)) from error
@@ -289,7 +308,7 @@ def save(run: Run) -> None:
         "wandb_run_id": run.loggers.wandb_run_id,
     }
     with run.timers("save"):
-        save_checkpoint(folder, run.step, run.policy, run.optimizer, state, run.device)
+        save_checkpoint(folder, run.step, run.policy, run.optimizer, run.dense, state, run.device)
         source = Path(config.model.hf_checkpoint)
         export_policy(folder / HF_FOLDER, source, run.policy, run.sender, run.device)
 
@@ -331,7 +350,7 @@ def _attach(run: Run, responses: list[Response], kind: Kind) -> list[Response]:
             for index, response in zip(own, filled, strict=True):
                 numbers = torch.tensor(getattr(response, kind), dtype=torch.float64)
                 table[indices[index], : len(numbers)] = numbers
-    rows = sum_over(table.to(run.device), run.groups.dp).tolist()
+    rows = sum_over(table.to(run.device), run.groups.dp_cp).tolist()
     attached = []
     for response, row in zip(responses, rows, strict=True):
         numbers = row[: len(response.response_ids)]

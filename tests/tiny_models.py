@@ -10,13 +10,31 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
-CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "mixtral": MixtralConfig,
+    "qwen2_moe": Qwen2MoeConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+# 4 experts, 2 for each token; inner widths that differ from those of a dense layer and from each other.
+EXPERTS: dict[str, dict[str, object]] = {
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40
+    ),
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
+}
 
 
 def make_tiny_model(family: str, *, seed: int = 0, scale: float = 4.0, **overrides: object) -> PreTrainedModel:
@@ -41,11 +59,12 @@ def make_tiny_model(family: str, *, seed: int = 0, scale: float = 4.0, **overrid
         pad_token_id=None,
         attn_implementation="eager",
     )
-    if family == "qwen2":
+    if family in ("qwen2", "qwen2_moe"):
         settings.pop("head_dim")
-    settings |= overrides
+    settings |= EXPERTS.get(family, {}) | overrides
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](**settings), dtype=torch.float32)
+    options = {"experts_implementation": "eager"} if family in EXPERTS else {}  # the fused one has no fp64
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](**settings), dtype=torch.float32, **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:

@@ -23,13 +23,17 @@ _LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes and forward-pass constants of one dense decoder.
+    """Sizes and forward-pass constants of one decoder, dense or with a mixture of experts in every layer.
 
     Sizes are counts; `kv_channels` is the size of one attention head (not always hidden_size /
     num_attention_heads); `num_query_groups` is the number of key/value heads; `rope_scaling` is None or the
     four numbers of the Llama 3 scaling (`factor`, `low_freq_factor`, `high_freq_factor`,
     `original_max_position_embeddings`); `dtype` is the type config.json declares (float32 when it declares
     none), which single tensors on disk may differ from.
+
+    `num_experts` None means dense. Otherwise a token goes to `moe_router_topk` of them, each of inner width
+    `moe_ffn_hidden_size`, with weights that sum to 1 if `normalize_topk` is true, and through a shared expert
+    of inner width `moe_shared_expert_size` if that is not None.
     """
 
     family: str
@@ -49,6 +53,11 @@ class ModelShape:
     tie_embeddings: bool
     dtype: torch.dtype
     normalization: str = "RMSNorm"
+    num_experts: int | None = None
+    moe_router_topk: int = 1
+    moe_ffn_hidden_size: int = 0
+    moe_shared_expert_size: int | None = None
+    normalize_topk: bool = True
 
     @property
     def query_size(self) -> int:
@@ -69,6 +78,10 @@ class ModelShape:
             "ffn": self.ffn_hidden_size,
             "head": self.kv_channels,
             "vocab": self.vocab_size,
+            "experts": self.num_experts or 0,
+            "moe_ffn": self.moe_ffn_hidden_size,
+            "shared_ffn": self.moe_shared_expert_size or 0,
+            "one": 1,
         }
         return sizes[symbol]
 
@@ -128,6 +141,8 @@ def _refuse_unsupported(raw: dict[str, Any], family: Family, path: Path) -> None
             problems.append(f"{key} = {raw[key]!r} is not supported: {reason}")
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         problems.append(f"hidden_act {raw['hidden_act']!r} is not supported: the gated MLP here uses silu")
+    if raw.get("decoder_sparse_step", 1) != 1:
+        problems.append(f"decoder_sparse_step {raw['decoder_sparse_step']} is not supported: every layer needs experts")
     if raw.get("quantization_config"):
         problems.append("quantization_config is set: give an unquantised checkpoint")
     window = _sliding_window_problem(raw)
@@ -171,6 +186,18 @@ def _build_shape(raw: dict[str, Any], family: Family, path: Path) -> ModelShape:
             f"({hidden} % {heads} = {hidden % heads}) and head_dim is not given"
         )
     rotary_base, rope_scaling = _read_rope(raw, path)
+    experts: dict[str, Any] = {}
+    if family.moe is not None:
+        keys = family.moe
+        present = next((key for key in keys.num_experts if key in raw), keys.num_experts[0])
+        experts = {
+            "num_experts": integer(present),
+            "moe_router_topk": integer(keys.topk),
+            "moe_ffn_hidden_size": integer(keys.ffn_size),
+            "normalize_topk": keys.normalize_topk is None or bool(raw.get(keys.normalize_topk, False)),
+        }
+        if keys.shared_ffn_size is not None:
+            experts["moe_shared_expert_size"] = integer(keys.shared_ffn_size)
     return ModelShape(
         family=family.name,
         num_layers=integer("num_hidden_layers"),
@@ -188,6 +215,7 @@ def _build_shape(raw: dict[str, Any], family: Family, path: Path) -> ModelShape:
         qk_layernorm=family.qk_layernorm,
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=_read_dtype(raw, path),
+        **experts,
     )
 
 
@@ -228,6 +256,8 @@ def _check_sizes(shape: ModelShape, path: Path) -> None:
             f"{path}: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}: "
             f"{heads} % {groups} = {heads % groups}"
         )
+    if shape.num_experts is not None and shape.moe_router_topk > shape.num_experts:
+        raise ValueError(f"{path}: a token cannot go to {shape.moe_router_topk} of {shape.num_experts} experts")
     if shape.kv_channels % 2:
         raise ValueError(f"{path}: head_dim {shape.kv_channels} must be even for rotary embeddings")
 

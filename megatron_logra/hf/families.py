@@ -6,7 +6,11 @@ directions, and the row order of synchronisation factors, are derived from the s
 drift apart.
 
 A tensor's size is written in these symbols: `hidden`; `q` = heads x head_dim; `kv` = query groups x head_dim;
-`ffn`; `head` = head_dim; `vocab`.
+`ffn`; `head` = head_dim; `vocab`; of a mixture of experts `experts`, `moe_ffn` (of one routed expert), `shared_ffn`
+(of the shared expert) and `one`.
+
+A rule of routed experts stands for one parameter each of every expert: `{expert}` in a Hugging Face name is the number
+of the expert in its layer, `{local_expert}` in the Megatron name its number on the rank that holds it.
 
 A new family is a `Family(...)` entry in `FAMILIES`: mostly rules shared with the others plus its own
 differences.
@@ -41,7 +45,8 @@ class Source:
 class Rule:
     """One Megatron parameter: where its rows come from and how it is laid out over tensor-parallel ranks.
 
-    `group` is the projection group (relative to the layer) when the parameter is a sketch target, else None.
+    `group` is the projection group (relative to the layer) when the parameter is a sketch target, else None; the
+    experts of a layer share theirs. `is_expert` marks parameters of routed experts.
     """
 
     megatron_name: str
@@ -49,6 +54,22 @@ class Rule:
     parallel: Parallel = "replicated"
     layout: Layout = "plain"
     group: str | None = None
+    is_expert: bool = False
+
+
+@dataclass(frozen=True)
+class MoEKeys:
+    """Where config.json of a mixture of experts keeps its sizes; several spellings of a key in order of preference.
+
+    `normalize_topk` is the key that says whether the weights of a token's experts are scaled to sum 1; None if they
+    always are. `shared_ffn_size` is the key of the shared expert's inner width, None where there is none.
+    """
+
+    num_experts: tuple[str, ...]
+    ffn_size: str
+    topk: str = "num_experts_per_tok"
+    normalize_topk: str | None = None
+    shared_ffn_size: str | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +77,8 @@ class Family:
     """One Hugging Face model family.
 
     `config_defaults` are the values `transformers` takes when a key is absent from config.json.
-    `refused_flags` maps a boolean key of config.json to the reason it is not supported when true.
+    `refused_flags` maps a key of config.json to the reason it is not supported when it is set (to neither null, false,
+    0 nor empty). `moe` names the keys of a mixture of experts, None for a dense family.
     """
 
     name: str
@@ -66,6 +88,7 @@ class Family:
     qk_layernorm: bool = False
     config_defaults: Mapping[str, object] = field(default_factory=dict)
     refused_flags: Mapping[str, str] = field(default_factory=dict)
+    moe: MoEKeys | None = None
 
 
 def _norm(megatron_name: str, hf_name: str, size: str = "hidden") -> Rule:
@@ -118,6 +141,55 @@ _DENSE_MLP = (
         group="mlp.down_proj",
     ),
 )
+
+
+def _experts(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, Rule, Rule]:
+    """Router and routed experts whose Hugging Face names start with `prefix`."""
+    expert = prefix + ".experts.{expert}."
+    megatron = "mlp.experts.local_experts.{local_expert}."
+    return (
+        Rule("mlp.router.weight", (Source(prefix + ".gate.weight", "experts", "hidden"),)),
+        Rule(
+            megatron + "linear_fc1.weight",
+            (
+                Source(expert + gate + ".weight", "moe_ffn", "hidden"),
+                Source(expert + up + ".weight", "moe_ffn", "hidden"),
+            ),
+            parallel="column",
+            layout="gate_up",
+            group="mlp.experts.gate_up_proj",
+            is_expert=True,
+        ),
+        Rule(
+            megatron + "linear_fc2.weight",
+            (Source(expert + down + ".weight", "hidden", "moe_ffn"),),
+            parallel="row",
+            group="mlp.experts.down_proj",
+            is_expert=True,
+        ),
+    )
+
+
+_QWEN_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_SHARED_EXPERT = (
+    Rule(
+        "mlp.shared_experts.linear_fc1.weight",
+        (
+            Source("mlp.shared_expert.gate_proj.weight", "shared_ffn", "hidden"),
+            Source("mlp.shared_expert.up_proj.weight", "shared_ffn", "hidden"),
+        ),
+        parallel="column",
+        layout="gate_up",
+        group="mlp.shared_expert.gate_up_proj",
+    ),
+    Rule(
+        "mlp.shared_experts.linear_fc2.weight",
+        (Source("mlp.shared_expert.down_proj.weight", "hidden", "shared_ffn"),),
+        parallel="row",
+        group="mlp.shared_expert.down_proj",
+    ),
+    Rule("mlp.shared_experts.gate_weight", (Source("mlp.shared_expert_gate.weight", "one", "hidden"),)),
+)
 _INPUT_NORM = _norm("input_layernorm.weight", "input_layernorm.weight")
 _MLP_NORM = _norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
 
@@ -159,6 +231,58 @@ _QWEN3 = Family(
     config_defaults=MappingProxyType({"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}),
     refused_flags=MappingProxyType({"attention_bias": "it puts a bias on q_proj, k_proj, v_proj and o_proj"}),
 )
+_DENSE_LAYERS_AMONG = MappingProxyType({"mlp_only_layers": "dense layers among mixture-of-experts layers"})
+_MIXTRAL = Family(
+    "mixtral",
+    layer_rules=(
+        _INPUT_NORM,
+        _QKV,
+        _ATTENTION_OUT,
+        _MLP_NORM,
+        *_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    ),
+    outer_rules=_OUTER,
+    config_defaults=MappingProxyType(
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "num_local_experts": 8, "num_experts_per_tok": 2}
+    ),
+    refused_flags=MappingProxyType({"sliding_window": "only full attention is"}),
+    moe=MoEKeys(num_experts=("num_local_experts",), ffn_size="intermediate_size"),
+)
+_QWEN2_MOE = Family(
+    "qwen2_moe",
+    layer_rules=(_INPUT_NORM, _QKV, _QKV_BIAS, _ATTENTION_OUT, _MLP_NORM, *_QWEN_EXPERTS, *_SHARED_EXPERT),
+    outer_rules=_OUTER,
+    qkv_bias=True,
+    config_defaults=MappingProxyType(
+        {"num_key_value_heads": 16, "max_position_embeddings": 32768, "num_experts": 60, "num_experts_per_tok": 4}
+    ),
+    refused_flags=_DENSE_LAYERS_AMONG,
+    moe=MoEKeys(
+        num_experts=("num_experts", "num_local_experts"),
+        ffn_size="moe_intermediate_size",
+        normalize_topk="norm_topk_prob",
+        shared_ffn_size="shared_expert_intermediate_size",
+    ),
+)
+_QWEN3_MOE = Family(
+    "qwen3_moe",
+    layer_rules=(_INPUT_NORM, _QKV, *_QK_NORMS, _ATTENTION_OUT, _MLP_NORM, *_QWEN_EXPERTS),
+    outer_rules=_OUTER,
+    qk_layernorm=True,
+    config_defaults=MappingProxyType(
+        {"num_key_value_heads": 4, "max_position_embeddings": 32768, "num_experts": 128, "num_experts_per_tok": 8}
+    ),
+    refused_flags=MappingProxyType(
+        {**_DENSE_LAYERS_AMONG, "attention_bias": "it puts a bias on q_proj, k_proj, v_proj and o_proj"}
+    ),
+    moe=MoEKeys(
+        num_experts=("num_experts", "num_local_experts"),
+        ffn_size="moe_intermediate_size",
+        normalize_topk="norm_topk_prob",
+    ),
+)
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (_LLAMA, _QWEN2, _QWEN3)})
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.name: family for family in (_LLAMA, _QWEN2, _QWEN3, _MIXTRAL, _QWEN2_MOE, _QWEN3_MOE)}
+)
 """Supported families by the `model_type` of config.json."""

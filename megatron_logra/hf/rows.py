@@ -57,6 +57,8 @@ class ParameterEntry:
         group: projection group name (global layer number) if the parameter is a sketch target, else None.
         hf_shapes: shape of every Hugging Face tensor named in `sources`.
         exported: False for the second copy of tied embeddings, whose owner is the embedding entry.
+        expert: number of the routed expert in its layer; None for everything else. An expert is split over the
+            expert-tensor-parallel ranks, everything else over the tensor-parallel ranks.
     """
 
     megatron_name: str
@@ -66,6 +68,7 @@ class ParameterEntry:
     group: str | None
     hf_shapes: Mapping[str, tuple[int, ...]]
     exported: bool = True
+    expert: int | None = None
 
     @property
     def hf_names(self) -> tuple[str, ...]:
@@ -97,7 +100,7 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp_siz
 
 
 def validate_layout(shape: ModelShape, *, tp_size: int, pp_size: int = 1) -> None:
-    """Raise ValueError, with the arithmetic of every problem, if the model cannot be split this way."""
+    """Raise ValueError, with the arithmetic of every problem, if the model cannot be split evenly this way."""
     problems = []
 
     def check(what: str, count: int, setting: str, size: int) -> None:
@@ -105,7 +108,8 @@ def validate_layout(shape: ModelShape, *, tp_size: int, pp_size: int = 1) -> Non
             problems.append(f"{count} {what} cannot be split over {setting} {size}: {count} % {size} = {count % size}")
 
     check("attention heads", shape.num_attention_heads, "tensor_model_parallel_size", tp_size)
-    check("query groups (KV heads)", shape.num_query_groups, "tensor_model_parallel_size", tp_size)
+    if tp_size % shape.num_query_groups:
+        check("query groups (KV heads)", shape.num_query_groups, "tensor_model_parallel_size", tp_size)
     check("MLP rows (ffn_hidden_size)", shape.ffn_hidden_size, "tensor_model_parallel_size", tp_size)
     check("layers", shape.num_layers, "pipeline_model_parallel_size", pp_size)
     if problems:

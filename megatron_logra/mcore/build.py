@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import fnmatch
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_logra.hf.assemble import assemble_local
 from megatron_logra.hf.config import ModelShape
 from megatron_logra.hf.rows import padded_vocab_size
-from megatron_logra.hf.table import LocalParameter, build_param_plan
+from megatron_logra.hf.table import LocalParameter, build_param_plan, expert_range, full_table
+from megatron_logra.mcore.linear import SketchedColumnParallelLinear, SketchedRowParallelLinear
 from megatron_logra.mcore.logprobs import VocabShard
-from megatron_logra.mcore.model import build_model, build_transformer_config, stage_layers
+from megatron_logra.mcore.model import build_model
+from megatron_logra.mcore.moe import SketchedMoELayer
 from megatron_logra.mcore.policy import Policy
-from megatron_logra.optim.logra import LograOptimizer, LograSettings
+from megatron_logra.mcore.spec import select_modules
+from megatron_logra.mcore.transformer_config import PolicySettings, build_transformer_config, stage_layers
+from megatron_logra.optim.logra import LograOptimizer, LograSettings, PartReductions
 from megatron_logra.optim.split_master import round_to_bf16, split_fp32
+from megatron_logra.parallel.collectives import gather_rows_, own_rows
 from megatron_logra.parallel.groups import ParallelGroups
+from megatron_logra.parallel.guards import require_same_on_replicas, require_same_projections
 from megatron_logra.parallel.reductions import sum_over
-from megatron_logra.sketch.buffer import SegmentRows, SketchBuffer
+from megatron_logra.sketch.buffer import PartName, SegmentRows, SketchBuffer
 from megatron_logra.sketch.target import SketchPhase, SketchTarget
 
 ReadTensor = Callable[[str, slice, slice], Tensor]
 """`read(hf_name, rows, columns)` gives a block of a Hugging Face tensor (`hf.safetensors_io.HFReader.read`)."""
-
-
-@dataclass(frozen=True)
-class PolicySettings:
-    """How a policy is laid out and computed; names as in Megatron.
-
-    With bf16 weights `master` says how their fp32 values are kept: `split`, as a 16-bit remainder beside the weight, or
-    `fp32`, as a copy. Wider weights are their own masters.
-    `chunk_size` bounds the tokens whose logits exist at once.
-    """
-
-    dtype: torch.dtype
-    seq_length: int
-    sequence_parallel: bool = False
-    make_vocab_size_divisible_by: int = 128
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    master: str = "split"
-    chunk_size: int = 1024
 
 
 def build_policy(shape: ModelShape, settings: PolicySettings, groups: ParallelGroups) -> Policy:
@@ -52,18 +40,10 @@ def build_policy(shape: ModelShape, settings: PolicySettings, groups: ParallelGr
     Collective when embeddings are tied across pipeline stages (Megatron ties them at construction).
 
     Raises:
-        ValueError: the model cannot be split this way, with the arithmetic.
+        ValueError: the model cannot be split this way, with the arithmetic; or a pattern of targets is wrong.
     """
-    config = build_transformer_config(
-        shape,
-        dtype=settings.dtype,
-        tensor_model_parallel_size=groups.tp_size,
-        pipeline_model_parallel_size=groups.pp_size,
-        sequence_parallel=settings.sequence_parallel,
-        recompute_granularity=settings.recompute_granularity,
-        recompute_method=settings.recompute_method,
-        recompute_num_layers=settings.recompute_num_layers,
-    )
+    modules = select_modules(settings.transformer_impl)
+    config = build_transformer_config(shape, settings, groups, fused_rope=modules.fused_rope)
     padded_vocab = padded_vocab_size(shape.vocab_size, settings.make_vocab_size_divisible_by, groups.tp_size)
     parameters = build_param_plan(
         shape,
@@ -73,31 +53,85 @@ def build_policy(shape: ModelShape, settings: PolicySettings, groups: ParallelGr
         layers=stage_layers(config, groups.pp_rank),
         embedding=groups.is_first_stage,
         final=groups.is_last_stage,
+        experts=expert_range(shape, groups.ep_rank, groups.ep_size),
+        etp_rank=groups.etp_rank,
+        etp_size=groups.etp_size,
     )
-    model = build_model(shape, config, groups, max_sequence_length=settings.seq_length, padded_vocab_size=padded_vocab)
+    chosen = [] if settings.train_all else select_groups(shape, settings.targets)
+    model = build_model(
+        shape, config, groups, modules, max_sequence_length=settings.seq_length, padded_vocab_size=padded_vocab
+    )
     phase = SketchPhase()
-    named = dict(model.named_parameters())
     targets = []
     for parameter in parameters:
-        if parameter.entry.group is None:
+        if parameter.entry.group not in chosen:
             continue
-        target = _build_target(parameter, named[parameter.entry.megatron_name], phase)
-        if settings.dtype == torch.bfloat16 and settings.master == "split":
-            target.remainder = torch.zeros_like(target.weight, dtype=torch.int16)
-        elif settings.dtype == torch.bfloat16:
-            target.master = torch.zeros_like(target.weight, dtype=torch.float32)
-        model.get_submodule(target.name.removesuffix(".weight")).bind_target(target)
+        target = _build_target(parameter, model.get_parameter(parameter.entry.megatron_name), phase)
+        _add_master_(target, settings, groups)
+        linear = model.get_submodule(target.name.removesuffix(".weight"))
+        assert isinstance(linear, SketchedColumnParallelLinear | SketchedRowParallelLinear)
+        linear.bind_target(target)
         targets.append(target)
+    for module in model.modules():
+        if isinstance(module, SketchedMoELayer):
+            module.phase = phase
+    if settings.train_all or settings.train_non_targets:
+        sketched = {target.name for target in targets}
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(name not in sketched)
     return Policy(
         shape=shape,
         model=model,
         parameters=parameters,
         targets=targets,
+        target_groups=tuple(chosen),
         phase=phase,
         groups=groups,
         vocab=VocabShard.of_rank(shape.vocab_size, padded_vocab, groups.tp),
         chunk_size=settings.chunk_size,
     )
+
+
+def select_groups(shape: ModelShape, patterns: Sequence[str] | None) -> list[str]:
+    """Projection groups whose weights are sketched: those that one of the shell patterns names, or all for None.
+
+    Raises:
+        ValueError: a pattern that names no group, or a group that two patterns name, with what there is.
+    """
+    groups = list(dict.fromkeys(entry.group for entry in full_table(shape) if entry.group is not None))
+    if patterns is None:
+        return groups
+    kinds = sorted({group.split(".", 3)[3] for group in groups})
+    there_is = f"layers 0 to {shape.num_layers - 1} have {', '.join(kinds)}, for example {groups[0]}"
+    chosen: dict[str, str] = {}
+    for pattern in patterns:
+        named = fnmatch.filter(groups, pattern)
+        if not named:
+            raise ValueError(
+                f"logra_targets {pattern!r} names no weight: {there_is}; patterns like '*.o_proj' name many"
+            )
+        for group in named:
+            if group in chosen:
+                raise ValueError(
+                    f"logra_targets names {group} twice, by {chosen[group]!r} and by {pattern!r}: {there_is}; let each "
+                    "weight be named by one pattern"
+                )
+            chosen[group] = pattern
+    return [group for group in groups if group in chosen]
+
+
+def _add_master_(target: SketchTarget, settings: PolicySettings, groups: ParallelGroups) -> None:
+    if settings.dtype != torch.bfloat16:
+        return
+    if settings.shard_master:
+        replicas = groups.edp if target.is_expert else groups.dp_cp
+        target.owned = own_rows(target.num_rows, dist.get_rank(replicas), dist.get_world_size(replicas))
+    kind = torch.int16 if settings.master == "split" else torch.float32
+    master = torch.zeros_like(target.weight[target.owned], dtype=kind)
+    if settings.master == "split":
+        target.remainder = master
+    else:
+        target.master = master
 
 
 def _build_target(parameter: LocalParameter, weight: torch.nn.Parameter, phase: SketchPhase) -> SketchTarget:
@@ -112,6 +146,7 @@ def _build_target(parameter: LocalParameter, weight: torch.nn.Parameter, phase: 
         columns=slice(columns.start or 0, width if columns.stop is None else columns.stop),
         width=width,
         phase=phase,
+        is_expert=entry.expert is not None,
     )
 
 
@@ -145,10 +180,10 @@ def store_master_(target: SketchTarget, value: Tensor) -> None:
     if target.remainder is not None:
         high, remainder = split_fp32(value.float())
         target.weight.copy_(high)
-        target.remainder.copy_(remainder)
+        target.remainder.copy_(remainder[target.owned])
     elif target.master is not None:
-        target.master.copy_(value)
-        target.weight.copy_(round_to_bf16(target.master))
+        target.master.copy_(value[target.owned])
+        target.weight.copy_(round_to_bf16(value.float()))
     else:
         target.weight.copy_(value)
 
@@ -158,26 +193,78 @@ def build_optimizer(policy: Policy, settings: LograSettings) -> LograOptimizer:
 
     Sketches accumulate in fp32, or fp64 for an fp64 model (which only references use).
     """
-    groups = policy.groups
     dtype = torch.float64 if policy.model.config.params_dtype == torch.float64 else torch.float32
     segments = {
         parameter.entry.megatron_name: _segment_rows(parameter)
         for parameter in policy.parameters
         if parameter.entry.group is not None
     }
-    device = policy.targets[0].weight.device
-    buffer = SketchBuffer(policy.targets, segments, rank=settings.rank, dtype=dtype, device=device)
-    return LograOptimizer(
-        buffer,
-        settings,
-        sum_over_layer=lambda x: sum_over(x, groups.tp),
-        is_first_of_layer=groups.tp_rank == 0,
-        sum_over_model=lambda x: sum_over(x, groups.mp),
+    kinds = {entry.expert is None for entry in full_table(policy.shape) if entry.group in policy.target_groups}
+    parts: list[PartName] = [*(["dense"] if True in kinds else []), *(["expert"] if False in kinds else [])]  # type: ignore[list-item]
+    buffer = SketchBuffer(policy.targets, segments, parts=parts, rank=settings.rank, dtype=dtype, device=policy.device)
+    return LograOptimizer(buffer, settings, _reductions(policy))
+
+
+def check_projections(policy: Policy, optimizer: LograOptimizer) -> None:
+    """Make sure that all ranks draw the same projections from the same seeds. Collective over the world.
+
+    Raises `RuntimeError` on all ranks, naming those that differ.
+    """
+    settings = optimizer.settings
+    widths = {
+        entry.group: entry.num_columns
+        for entry in full_table(policy.shape)
+        if entry.group is not None and entry.num_columns is not None
+    }
+    require_same_projections(
+        policy.groups.world,
+        policy.device,
+        base_seed=settings.seed,
+        rank=settings.rank,
+        distribution=settings.distribution,
+        groups=[(group, widths[group]) for group in policy.target_groups],
     )
 
 
+def check_replicas(policy: Policy) -> None:
+    """Make sure that ranks that must hold the same weights do, bit for bit. Collective over the world.
+
+    Raises `RuntimeError` on all ranks; those of the group that disagrees name the weights.
+    """
+    groups = policy.groups
+    experts = {parameter.entry.megatron_name for parameter in policy.parameters if parameter.entry.expert is not None}
+    weights = [(name, weight.detach()) for name, weight in policy.model.named_parameters()]
+    for target in policy.targets:
+        master = target.master if target.remainder is None else target.remainder
+        if master is not None and master.shape == target.weight.shape:  # divided masters are on one replica each
+            weights.append((target.name, master))
+    require_same_on_replicas([pair for pair in weights if pair[0] not in experts], groups.dp_cp, groups.world)
+    require_same_on_replicas([pair for pair in weights if pair[0] in experts], groups.edp, groups.world)
+    replicated = {p.entry.megatron_name for p in policy.parameters if p.entry.parallel == "replicated"}
+    require_same_on_replicas([pair for pair in weights if pair[0] in replicated], groups.tp, groups.world)
+
+
+def _reductions(policy: Policy) -> dict[str, PartReductions]:
+    groups = policy.groups
+
+    def reductions(layer: ProcessGroup, model: ProcessGroup, replicas: ProcessGroup) -> PartReductions:
+        divided = any(target.owned != slice(None) for target in policy.targets)
+        return PartReductions(
+            sum_over_layer=lambda x: sum_over(x, layer),
+            is_first_of_layer=dist.get_rank(layer) == 0,
+            sum_over_model=lambda x: sum_over(x, model),
+            gather_rows=(lambda weight: gather_rows_(weight, replicas)) if divided else None,
+        )
+
+    return {
+        "dense": reductions(groups.tp, groups.mp, groups.dp_cp),
+        "expert": reductions(groups.etp, groups.emp, groups.edp),
+    }
+
+
 def _segment_rows(parameter: LocalParameter) -> list[SegmentRows]:
-    return [
-        SegmentRows(piece.hf_name, piece.local_rows, parameter.entry.hf_shapes[piece.hf_name][0])
-        for piece in parameter.row_slices
-    ]
+    """Runs of local rows; every source has at least an empty one, so that all ranks number the segments alike."""
+    heights = {name: shape[0] for name, shape in parameter.entry.hf_shapes.items()}
+    empty = [SegmentRows(name, slice(0, 0), heights[name]) for name in parameter.entry.hf_names]
+    held = [SegmentRows(piece.hf_name, piece.local_rows, heights[piece.hf_name]) for piece in parameter.row_slices]
+    return empty + held

@@ -8,6 +8,7 @@ CUDA present it does nothing. No other module contains a special case for the CP
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,8 @@ class CudaRequestsOnCpu(TorchFunctionMode):
         if func is Tensor.type and len(args) == 1 and not kwargs:
             # Megatron sorts gradients by type strings that name the CUDA classes.
             return func(args[0]).replace("torch.", "torch.cuda.")
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         if any(_names_cuda(value) for value in args):
@@ -73,6 +76,42 @@ class CudaRequestsOnCpu(TorchFunctionMode):
 
 def _split_sizes_on_host(sizes: Any) -> Any:
     return sizes.tolist() if isinstance(sizes, Tensor) else sizes
+
+
+def _all_gather_unequal(
+    all_gather: Callable[..., Any], outputs: list[Tensor], input: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """All-gather that also takes shards of unequal length, as NCCL does and gloo does not (experts' tokens)."""
+    if _alike_everywhere(outputs):
+        return all_gather(outputs, input, group=group, async_op=async_op)
+    for owner, output in enumerate(outputs):
+        if owner == dist.get_rank(group):
+            output.copy_(input)
+        dist.broadcast(output, group_src=owner, group=group)
+    return None
+
+
+def _reduce_scatter_unequal(
+    reduce_scatter: Callable[..., Any],
+    output: Tensor,
+    inputs: list[Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduce-scatter that also takes chunks of unequal length; see `_all_gather_unequal`."""
+    if _alike_everywhere(inputs):
+        return reduce_scatter(output, inputs, op=op, group=group, async_op=async_op)
+    total = torch.cat([chunk.reshape(-1) for chunk in inputs])
+    dist.all_reduce(total, op=op, group=group)
+    first = sum(chunk.numel() for chunk in inputs[: dist.get_rank(group)])
+    output.copy_(total[first : first + output.numel()].view_as(output))
+    return None
+
+
+def _alike_everywhere(tensors: list[Tensor]) -> bool:
+    """Every rank lists the tensors of all ranks, so all ranks come to the same answer."""
+    return all(tensor.shape == tensors[0].shape for tensor in tensors)
 
 
 def install_cpu_support() -> bool:
@@ -120,6 +159,8 @@ def install_cpu_support() -> bool:
         )
 
     dist.all_to_all_single = all_to_all_with_host_splits  # type: ignore[assignment]
+    dist.all_gather = partial(_all_gather_unequal, dist.all_gather)  # type: ignore[assignment]
+    dist.reduce_scatter = partial(_reduce_scatter_unequal, dist.reduce_scatter)  # type: ignore[assignment]
     CudaRequestsOnCpu().__enter__()
     return True
 

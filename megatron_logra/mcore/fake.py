@@ -20,19 +20,15 @@ from megatron_logra.parallel.groups import ParallelGroups
 
 
 @contextmanager
-def fake_world(
-    *, rank: int, world_size: int, tensor_model_parallel_size: int, pipeline_model_parallel_size: int = 1
-) -> Iterator[ParallelGroups]:
-    """Be rank `rank` of `world_size` for the body, on fake tensors. One at a time in a process."""
+def fake_world(*, rank: int, world_size: int, **sizes: int | None) -> Iterator[ParallelGroups]:
+    """Be rank `rank` of `world_size` for the body, on fake tensors. One at a time in a process.
+
+    `sizes` are those of `initialize_model_parallel`.
+    """
     install_cpu_support()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        groups = initialize_model_parallel(
-            tensor_model_parallel_size=tensor_model_parallel_size,
-            pipeline_model_parallel_size=pipeline_model_parallel_size,
-            seed=0,
-            create_gloo_process_groups=False,
-        )
+        groups = initialize_model_parallel(seed=0, create_gloo_process_groups=False, **sizes)  # type: ignore[arg-type]
         with _inert_random_states(), FakeTensorMode(allow_non_fake_inputs=True):
             yield groups
     finally:

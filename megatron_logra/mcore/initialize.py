@@ -37,14 +37,20 @@ def initialize_distributed(*, backend: str | None, timeout_minutes: int) -> torc
 
 def initialize_model_parallel(
     *,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
     seed: int,
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
     create_gloo_process_groups: bool = True,
 ) -> ParallelGroups:
     """Build Megatron's parallel state over the initialised world and return its groups as one value.
 
     Args:
+        virtual_pipeline_model_parallel_size: model chunks of a pipeline rank (interleaved schedule); None for one.
+        expert_tensor_parallel_size: shards of an expert; None as many as of a dense layer.
         seed: seeds Megatron's random trackers (no target layer draws from them; dropout would).
         create_gloo_process_groups: Megatron's own flag; False only for the fake backend.
     """
@@ -54,6 +60,10 @@ def initialize_model_parallel(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size,
         pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size,
+        context_parallel_size=context_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
         create_gloo_process_groups=create_gloo_process_groups,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -62,16 +72,28 @@ def initialize_model_parallel(
     return ParallelGroups(
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         mp=parallel_state.get_model_parallel_group(),
+        etp=parallel_state.get_expert_tensor_parallel_group(),
+        ep=parallel_state.get_expert_model_parallel_group(),
+        edp=parallel_state.get_expert_data_parallel_group(),
+        etp_ep=parallel_state.get_expert_tensor_and_model_parallel_group(),
+        emp=parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
         world=world,
     )
 
 
-def shutdown_distributed() -> None:
-    """Leave the world; safe to call twice and after a failure."""
+def shutdown_model_parallel() -> None:
+    """Take Megatron's parallel state down; the world stays, for another layout."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
+
+
+def shutdown_distributed() -> None:
+    """Leave the world; safe to call twice and after a failure."""
+    shutdown_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -10,7 +10,11 @@ Column parallel: `X` is replicated over TP (or, with sequence parallelism, its s
 projects only its own share of the tokens, and the backward pass gathers `P`, R wide, while the collective of `dX` is
 in flight. Row parallel: `P` and hence `S` are partial sums over TP, reduced once a step with the whole buffer.
 
-Shapes: `x_SBI` sequence first; `T = S B` tokens. Collectives run over the layer's tensor-parallel group.
+The linears of routed experts communicate nothing: the dispatcher brings each expert its tokens, on every rank that
+holds a shard of it, and adds up what they make of them.
+
+Shapes: `x_SBI` sequence first (`x_TI` in an expert); `T = S B` tokens. Collectives run over the layer's tensor-parallel
+group. With weight decay the tangent is that of `W -> (1 - decay) W - D A`.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from megatron_logra.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter_first_dim,
 )
+from megatron_logra.parallel.traffic import purpose
 from megatron_logra.sketch.target import SketchTarget
 
 
@@ -68,7 +73,8 @@ def _token_share(x_TI: Tensor, group: ProcessGroup) -> Tensor:
 
 def _gather_projected(projected: Tensor, num_tokens: int, group: ProcessGroup) -> Tensor:
     """Whole `P_TR` from the ranks' shares; padding rows are cut off."""
-    return all_gather_first_dim(projected, group)[:num_tokens]
+    with purpose("projected"):
+        return all_gather_first_dim(projected, group)[:num_tokens]
 
 
 class _SketchedColumnLinear(torch.autograd.Function):
@@ -96,8 +102,11 @@ class _SketchedColumnLinear(torch.autograd.Function):
         return wait_for_grad_in(), None, None, None, None
 
 
-class _SketchedRowLinear(torch.autograd.Function):
-    """Partial `Y_t = X_t W_t^T` of a row-parallel layer, recording `P_t` and accumulating `S_t` in backward."""
+class _SketchedLocalLinear(torch.autograd.Function):
+    """`Y = X W^T` on this rank alone, recording `P` and accumulating `S` in backward.
+
+    Of a row-parallel layer all three are partial sums; of an expert the tokens are those dispatched to it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, target: SketchTarget) -> Tensor:
@@ -112,10 +121,13 @@ class _SketchedRowLinear(torch.autograd.Function):
         return grad_out @ weight, None, None
 
 
-def add_update_tangent(y: Tensor, projected_TR: Tensor, direction_OR: Tensor) -> Tensor:
-    """Add `-P D^T`, the layer's own share of the tangent, to the tangent of `y_SBO` (a dual tensor or a plain one)."""
+def add_update_tangent(y: Tensor, projected_TR: Tensor, target: SketchTarget) -> Tensor:
+    """Add `-P D^T - decay y`, the layer's own share of the tangent, to that of `y_SBO` (a dual or a plain tensor)."""
     primal, tangent = forward_ad.unpack_dual(y)
-    own = -(projected_TR @ direction_OR.to(projected_TR.dtype).t()).view_as(primal)
+    direction_OR = target.require_sketch().to(projected_TR.dtype)
+    own = -(projected_TR @ direction_OR.t()).view_as(primal)
+    if target.decay:
+        own = own - target.decay * primal
     # A fresh dual number is a view of its primal; Megatron passes views through a function without tangent.
     return forward_ad.make_dual(primal, own if tangent is None else tangent + own).clone()
 
@@ -135,33 +147,43 @@ class SketchedColumnParallelLinear(ColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """`[S(/tp), B, I] -> [S, B, O/tp]`; returns the output and, with `skip_bias_add`, the bias."""
         if self.target is None:
-            return super().forward(input_, weight, runtime_gather_output)
-        phase = self.target.phase.current
-        if phase == "tangent":
-            output = self._tangent_forward(input_, self.target)
-        elif phase == "accumulate" and torch.is_grad_enabled():
-            output = _SketchedColumnLinear.apply(
-                input_, self.weight, self.target, self.tp_group, self.sequence_parallel
-            )
-        else:
+            if self.weight.requires_grad:
+                return super().forward(input_, weight, runtime_gather_output)
             output = F.linear(self._whole_input(input_), self.weight)
+        else:
+            output = self._target_forward(input_, self.target)
         if self.bias is not None and not self.skip_bias_add:
             output = output + self.bias
         return output, self.bias if self.skip_bias_add else None
 
+    def _target_forward(self, x: Tensor, target: SketchTarget) -> Tensor:
+        phase = target.phase.current
+        if phase == "tangent":
+            return self._tangent_forward(x, target)
+        if phase == "accumulate" and torch.is_grad_enabled():
+            if self.is_expert:
+                return _SketchedLocalLinear.apply(x, self.weight, target)
+            return _SketchedColumnLinear.apply(x, self.weight, target, self.tp_group, self.sequence_parallel)
+        return F.linear(self._whole_input(x), self.weight)
+
     def _whole_input(self, x: Tensor) -> Tensor:
+        if self.is_expert:
+            return x
         gather = gather_sequence if self.sequence_parallel else copy_to_group
         return gather(x, self.tp_group)
 
     def _tangent_forward(self, x: Tensor, target: SketchTarget) -> Tensor:
         x_full = self._whole_input(x)
         primal = forward_ad.unpack_dual(x).primal
-        share = primal.reshape(-1, primal.shape[-1])
-        if not self.sequence_parallel:
-            share = _token_share(share, self.tp_group)
-        num_tokens = x_full.shape[0] * x_full.shape[1]
-        projected = _gather_projected(project(share, target), num_tokens, self.tp_group)
-        return add_update_tangent(F.linear(x_full, self.weight), projected, target.require_sketch())
+        if self.is_expert:
+            projected = project(primal, target)
+        else:
+            share = primal.reshape(-1, primal.shape[-1])
+            if not self.sequence_parallel:
+                share = _token_share(share, self.tp_group)
+            num_tokens = x_full.shape[0] * x_full.shape[1]
+            projected = _gather_projected(project(share, target), num_tokens, self.tp_group)
+        return add_update_tangent(F.linear(x_full, self.weight), projected, target)
 
 
 class SketchedRowParallelLinear(RowParallelLinear):
@@ -176,18 +198,19 @@ class SketchedRowParallelLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """`[S, B, I/tp] -> [S(/tp), B, O]`, summed over TP; returns the output and, with `skip_bias_add`, the bias."""
-        if self.target is None:
+        if self.target is None and self.weight.requires_grad:
             return super().forward(input_)
-        phase = self.target.phase.current
-        if phase == "tangent":
+        phase = "off" if self.target is None else self.target.phase.current
+        if self.target is not None and phase == "tangent":
             projected = project(forward_ad.unpack_dual(input_).primal, self.target)
-            partial = add_update_tangent(F.linear(input_, self.weight), projected, self.target.require_sketch())
-        elif phase == "accumulate" and torch.is_grad_enabled():
-            partial = _SketchedRowLinear.apply(input_, self.weight, self.target)
+            output = add_update_tangent(F.linear(input_, self.weight), projected, self.target)
+        elif self.target is not None and phase == "accumulate" and torch.is_grad_enabled():
+            output = _SketchedLocalLinear.apply(input_, self.weight, self.target)
         else:
-            partial = F.linear(input_, self.weight)
-        reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
-        output = reduce(partial, self.tp_group)
+            output = F.linear(input_, self.weight)
+        if not self.is_expert:
+            reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
+            output = reduce(output, self.tp_group)
         if self.bias is not None and not self.skip_bias_add:
             output = output + self.bias
         return output, self.bias if self.skip_bias_add else None

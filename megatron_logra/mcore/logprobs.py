@@ -94,10 +94,12 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return sums[2] - normaliser, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden_NH, weight_VH, target_N, normaliser = ctx.saved_tensors
         shard: VocabShard = ctx.shard
         weight = weight_VH[: shard.num_valid]
+        # The output layer is frozen unless the dense optimizer trains it.
+        grad_weight = torch.zeros_like(weight_VH, dtype=normaliser.dtype) if ctx.needs_input_grad[1] else None
         grads = []
         for hidden, target, lse, grad in zip(
             *(t.split(ctx.chunk) for t in (hidden_NH, target_N, normaliser, grad_N)), strict=True
@@ -108,8 +110,12 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             if shard.num_valid:
                 share = torch.where(own, grad / ctx.temperature, torch.zeros_like(grad))
                 grad_logits.scatter_add_(1, column[:, None], share[:, None].to(grad_logits.dtype))
+            if grad_weight is not None:
+                grad_weight[: shard.num_valid].addmm_(grad_logits.t(), hidden.to(grad_logits.dtype))
             grads.append(grad_logits.to(hidden.dtype) @ weight)
-        return torch.cat(grads), None, None, None, None, None
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight_VH.dtype)
+        return torch.cat(grads), grad_weight, None, None, None, None
 
 
 def vocab_parallel_logprobs(
@@ -124,7 +130,8 @@ def vocab_parallel_logprobs(
     """Log-probability of each target and entropy of each position, `([N], [N])` in nats, equal on all TP ranks.
 
     The gradient with respect to `hidden_NH` is this rank's share: the caller sums it over TP (`copy_to_group` or
-    `gather_sequence` before this function). The entropy carries no gradient. The weight is frozen.
+    `gather_sequence` before this function), and the one with respect to the weight is that of its rows. The entropy
+    carries no gradient.
 
     Collectives: two all-reduces of at most `3 N` numbers over `shard.group`, none in backward.
     """

@@ -1,180 +1,121 @@
-"""From the shape of a Hugging Face model to this rank's part of a Megatron-Core `GPTModel`.
-
-The layer spec is Megatron's own transformer layer around our linears, norm and attention. The norm is never fused into
-a linear: a fused linear hands its hooks the un-normalised input, and the sketch would silently be of another matrix.
-"""
+"""This rank's part of a Megatron-Core `GPTModel`: one module, or several chunks under the interleaved schedule."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_logra.hf.config import ModelShape
-from megatron_logra.mcore.attention import CausalAttention
-from megatron_logra.mcore.linear import SketchedColumnParallelLinear, SketchedRowParallelLinear
-from megatron_logra.mcore.norm import RMSNorm
+from megatron_logra.mcore.rotary import compute_rotary_frequencies
+from megatron_logra.mcore.spec import LayerModules, build_layer_spec
+from megatron_logra.mcore.transformer_config import chunk_layers
 from megatron_logra.parallel.groups import ParallelGroups
 
+_LAYERS = "decoder.layers."
 
-def build_transformer_config(
-    shape: ModelShape,
-    *,
-    dtype: torch.dtype,
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    sequence_parallel: bool = False,
-    recompute_granularity: str | None = None,
-    recompute_method: str | None = None,
-    recompute_num_layers: int | None = None,
-) -> TransformerConfig:
-    """Megatron's configuration for `shape` with weights and compute in `dtype`.
 
-    The loss arrives already divided by the global number of valid tokens, hence `calculate_per_token_loss`; sequences
-    of a step differ in length between micro-batches, hence `variable_seq_lengths`.
+class StageModel:
+    """The chunks of a pipeline rank, with one name for each parameter.
+
+    A name is the one in its chunk, except that layers are numbered on from chunk to chunk (`chunk_layers`). Only the
+    first chunk can have an embedding, only the last an output layer, so no other names meet.
     """
-    return TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.kv_channels,
-        layernorm_epsilon=shape.layernorm_epsilon,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_layernorm,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        attention_softmax_in_fp32=True,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        sequence_parallel=sequence_parallel,
-        recompute_granularity=recompute_granularity,
-        recompute_method=recompute_method,
-        recompute_num_layers=recompute_num_layers,
-        use_cpu_initialization=False,
-        perform_initialization=False,
-        calculate_per_token_loss=True,
-        variable_seq_lengths=pipeline_model_parallel_size > 1,
-        moe_token_dispatcher_type="alltoall",
-        batch_p2p_comm=torch.cuda.is_available() and pipeline_model_parallel_size > 1,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        cross_entropy_loss_fusion=False,
-    )
+
+    def __init__(self, chunks: list[GPTModel], config: TransformerConfig, layers: list[list[tuple[int, int]]]) -> None:
+        self.chunks = chunks
+        self.config = config
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._modules: dict[str, nn.Module] = {}
+        for chunk, held in zip(chunks, layers, strict=True):
+            offset = held[0][0] if held else 0
+            for name, parameter in chunk.named_parameters():
+                self._parameters[_renumber(name, offset)] = parameter
+            for name, module in chunk.named_modules():
+                self._modules[_renumber(name, offset)] = module
+
+    @property
+    def first(self) -> GPTModel:
+        """The chunk that runs first on this rank."""
+        return self.chunks[0]
+
+    @property
+    def last(self) -> GPTModel:
+        """The chunk that runs last on this rank; on the last pipeline rank it holds the output layer."""
+        return self.chunks[-1]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters of this rank, tied ones once."""
+        yield from self._parameters.items()
+
+    def get_parameter(self, name: str) -> nn.Parameter:
+        """The parameter of this name."""
+        return self._parameters[name]
+
+    def get_submodule(self, name: str) -> nn.Module:
+        """The module of this name (below a chunk)."""
+        return self._modules[name]
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules of all chunks."""
+        for chunk in self.chunks:
+            yield from chunk.modules()
 
 
-def build_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Megatron's transformer layer around our linears, norms and attention (unfused, runs on every device)."""
-    spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
-    layer = spec.submodules
-    layer.input_layernorm = RMSNorm
-    layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    attention.linear_qkv = SketchedColumnParallelLinear
-    attention.linear_proj = SketchedRowParallelLinear
-    attention.core_attention = CausalAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
-    layer.mlp = _dense_mlp_spec(layer.mlp)
-    return spec
-
-
-def _dense_mlp_spec(original: object) -> object:
-    """Megatron's MLP builder with our linears; it is a `ModuleSpec` or a partial, depending on the version."""
-    submodules = MLPSubmodules(linear_fc1=SketchedColumnParallelLinear, linear_fc2=SketchedRowParallelLinear)
-    if isinstance(original, ModuleSpec):
-        return ModuleSpec(module=MLP, submodules=submodules)
-    return type(original)(MLP.as_mlp_submodule, submodules=submodules)  # type: ignore[call-arg]
+def _renumber(name: str, offset: int) -> str:
+    if offset == 0 or not name.startswith(_LAYERS):
+        return name
+    number, dot, rest = name.removeprefix(_LAYERS).partition(".")
+    return f"{_LAYERS}{int(number) + offset}{dot}{rest}"
 
 
 def build_model(
     shape: ModelShape,
     config: TransformerConfig,
     groups: ParallelGroups,
+    modules: LayerModules,
     *,
     max_sequence_length: int,
     padded_vocab_size: int,
-) -> GPTModel:
-    """This rank's `GPTModel` with uninitialised weights; the embedding's output is the anchor of backward.
+) -> StageModel:
+    """This rank's model with uninitialised weights; the embedding's output is the anchor of backward.
 
     All parameters are frozen: targets change through their sketches, everything else stays as loaded. Without an
     anchor nothing would ask for a gradient, so the embedding's output is made to require one.
     """
-    layer_spec = build_layer_spec(config)
-    num_layers = get_num_layers_to_build(config, pp_rank=groups.pp_rank)
-    model = GPTModel(
-        config,
-        TransformerBlockSubmodules(layer_specs=[layer_spec] * num_layers, layer_norm=RMSNorm),
-        vocab_size=padded_vocab_size,
-        max_sequence_length=max_sequence_length,
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
-        parallel_output=True,
-        share_embeddings_and_output_weights=shape.tie_embeddings,
-        position_embedding_type="rope",
-        rotary_base=shape.rotary_base,  # type: ignore[arg-type]
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-    )
-    # Angles are computed in the dtype of the frequencies: fp32, or wider for a wider model.
-    frequencies = compute_rotary_frequencies(shape, device=model.rotary_pos_emb.inv_freq.device)
-    model.rotary_pos_emb.inv_freq = frequencies.to(torch.promote_types(config.params_dtype, torch.float32))
-    model.requires_grad_(False)
-    if model.pre_process:
-        model.embedding.register_forward_hook(_anchor_gradient)
-    return model
+    layer_spec = build_layer_spec(config, modules)
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    layers = chunk_layers(config, groups.pp_rank)
+    chunks = []
+    for number, held in enumerate(layers):
+        model = GPTModel(
+            config,
+            TransformerBlockSubmodules(layer_specs=[layer_spec] * len(held), layer_norm=modules.norm),
+            vocab_size=padded_vocab_size,
+            max_sequence_length=max_sequence_length,
+            pre_process=groups.is_first_stage and number == 0,
+            post_process=groups.is_last_stage and number == len(layers) - 1,
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tie_embeddings,
+            position_embedding_type="rope",
+            rotary_base=shape.rotary_base,  # type: ignore[arg-type]
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            vp_stage=number if interleaved else None,
+        )
+        # Angles are computed in the dtype of the frequencies: fp32, or wider for a wider model.
+        frequencies = compute_rotary_frequencies(shape, device=model.rotary_pos_emb.inv_freq.device)
+        model.rotary_pos_emb.inv_freq = frequencies.to(torch.promote_types(config.params_dtype, torch.float32))
+        model.requires_grad_(False)
+        if model.pre_process:
+            model.embedding.register_forward_hook(_anchor_gradient)
+        chunks.append(model)
+    return StageModel(chunks, config, layers)
 
 
 def _anchor_gradient(_module: object, _inputs: object, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
-
-
-def stage_layers(config: TransformerConfig, pp_rank: int) -> list[tuple[int, int]]:
-    """(local, global) 0-based numbers of the layers that a pipeline stage holds."""
-    first = get_transformer_layer_offset(config, pp_rank=pp_rank)
-    return [(local, first + local) for local in range(get_num_layers_to_build(config, pp_rank=pp_rank))]
-
-
-def compute_rotary_frequencies(shape: ModelShape, *, device: torch.device) -> Tensor:
-    """Inverse frequencies `[head_dim / 2]` in fp32, with Llama 3's scaling where the checkpoint asks for it.
-
-    Wavelengths beyond `original_max_position_embeddings / low_freq_factor` are stretched by `factor`, those below
-    `.../ high_freq_factor` kept, and the band between is interpolated (Llama 3.1 model card).
-    """
-    exponents = torch.arange(0, shape.kv_channels, 2, dtype=torch.float32, device=device) / shape.kv_channels
-    frequencies = 1.0 / (shape.rotary_base**exponents)
-    if shape.rope_scaling is None:
-        return frequencies
-    return _stretch_llama3(frequencies, shape.rope_scaling)
-
-
-def _stretch_llama3(frequencies: Tensor, scaling: Mapping[str, float]) -> Tensor:
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * keep + frequencies / scaling["factor"] * (1 - keep)
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output

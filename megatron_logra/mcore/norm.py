@@ -1,15 +1,24 @@
-"""RMS norm for the local layer spec: works under sequence parallelism and in forward mode.
+"""RMS norm of the layer specs: works under sequence parallelism and in forward mode.
 
     y = x / sqrt(mean(x^2) + eps) * weight        statistics in fp32, as in transformers
 
-Megatron's wrapper around torch's norm refuses sequence parallelism, and its fused norms have no forward mode.
+Megatron's wrapper around torch's norm refuses sequence parallelism, and fused norms have no forward mode. The fused
+variants here (NVIDIA's Apex, Transformer Engine in `mcore.te`) therefore compute dual numbers with this formula.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dimension; result in the dtype of `x`."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
 
 
 class RMSNorm(nn.Module):
@@ -25,6 +34,16 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale).to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.eps)
+
+
+class ApexRMSNorm(RMSNorm):
+    """The same with the fused kernel of NVIDIA's Apex (not the package of that name on PyPI) for plain tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        if forward_ad.unpack_dual(x).tangent is not None:
+            return rms_norm(x, self.weight, self.eps)
+        from apex.normalization.fused_layer_norm import mixed_dtype_fused_rms_norm_affine
+
+        return mixed_dtype_fused_rms_norm_affine(x, self.weight, self.weight.shape, self.eps)

@@ -9,6 +9,7 @@ Shapes: micro-batches as in `rl.batching`; `N` chosen positions (those that pred
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +23,10 @@ from torch import Tensor
 from megatron_logra.hf.config import ModelShape
 from megatron_logra.hf.table import LocalParameter
 from megatron_logra.mcore.logprobs import VocabShard, vocab_parallel_logprobs
+from megatron_logra.mcore.model import StageModel
 from megatron_logra.parallel.collectives import copy_to_group, gather_sequence
 from megatron_logra.parallel.groups import ParallelGroups
-from megatron_logra.rl.batching import MicroBatch
+from megatron_logra.rl.batching import MicroBatch, empty_microbatch
 from megatron_logra.sketch.target import SketchPhase, SketchTarget
 
 TokenLoss = Callable[[Tensor, MicroBatch], Tensor]
@@ -44,9 +46,10 @@ class Policy:
 
     Attributes:
         shape: sizes of the whole model.
-        model: Megatron's model with this rank's layers.
+        model: Megatron's model with this rank's layers, in one or several chunks.
         parameters: every parameter of this rank with its Hugging Face rows and columns.
         targets: the sketched weights among them.
+        target_groups: projection groups of the sketched weights of the whole model, in order, the same on all ranks.
         phase: what the targets do in the current pass.
         groups: process groups.
         vocab: this rank's vocabulary shard.
@@ -54,18 +57,17 @@ class Policy:
     """
 
     shape: ModelShape
-    model: GPTModel
+    model: StageModel
     parameters: list[LocalParameter]
     targets: list[SketchTarget]
+    target_groups: tuple[str, ...]
     phase: SketchPhase
     groups: ParallelGroups
     vocab: VocabShard
     chunk_size: int
 
-    def accumulate_sketches(
-        self, batches: Sequence[MicroBatch], loss: TokenLoss, *, temperature: float
-    ) -> list[TokenOutputs]:
-        """Forward and backward over all micro-batches; sketches of all targets grow by this rank's share.
+    def accumulate(self, batches: Sequence[MicroBatch], loss: TokenLoss, *, temperature: float) -> list[TokenOutputs]:
+        """Forward and backward over all micro-batches; sketches and gradients grow by this rank's share.
 
         Args:
             loss: maps (log-probabilities `[N]`, micro-batch) to the scalar loss of the micro-batch, already divided by
@@ -84,7 +86,7 @@ class Policy:
 
         with self.phase.during("accumulate"):
             self.run_schedule(step, batches, forward_only=False)
-        return outputs
+        return outputs[: len(batches)]
 
     @torch.no_grad()
     def compute_logprobs(self, batches: Sequence[MicroBatch], *, temperature: float) -> list[TokenOutputs]:
@@ -97,28 +99,31 @@ class Policy:
             return self._forward(model, batch, head), lambda logprob_N: as_megatron_loss(logprob_N.sum())
 
         self.run_schedule(step, batches, forward_only=True)
-        return outputs
+        return outputs[: len(batches)]
 
     @torch.no_grad()
     def compute_hidden(self, batch: MicroBatch) -> Tensor | None:
         """Hidden states `[N, H]` of the chosen positions after the final norm; None before the last stage."""
         kept: list[Tensor] = []
 
-        def head(hidden_states: Tensor, **_: object) -> Tensor:
-            kept.append(self.select_hidden(hidden_states, batch))
-            return kept[0]
-
         def step(iterator: Iterator[MicroBatch], model: GPTModel) -> tuple[Tensor, Callable[..., Any]]:
-            return self._forward(model, next(iterator), head), lambda hidden: as_megatron_loss(hidden.sum())
+            current = next(iterator)
+
+            def head(hidden_states: Tensor, **_: object) -> Tensor:
+                kept.append(self.select_hidden(hidden_states, current))
+                return kept[-1]
+
+            return self._forward(model, current, head), lambda hidden: as_megatron_loss(hidden.sum())
 
         self.run_schedule(step, [batch], forward_only=True)
         return kept[0] if kept else None
 
     def output_weight(self) -> Tensor:
         """Local shard `[V / tp, H]` of the output layer, which may be the tied embedding. Last stage only."""
-        if self.model.share_embeddings_and_output_weights:
-            return self.model.shared_embedding_or_output_weight()
-        return self.model.output_layer.weight
+        last = self.model.last
+        if last.share_embeddings_and_output_weights:
+            return last.shared_embedding_or_output_weight()
+        return last.output_layer.weight
 
     def select_hidden(self, hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
         """Hidden states of the chosen positions, `[N, H]`, from the (sequence-sharded) output of the final norm.
@@ -136,20 +141,44 @@ class Policy:
     ) -> None:
         """Drive `step` over the micro-batches with Megatron's schedule for this layout.
 
+        The interleaved schedule wants whole rounds of as many micro-batches as there are stages, and with one round
+        its stages wait for each other's tensor shapes for ever once there is a backward pass. So the rounds are filled
+        up with micro-batches without entries, which come after all others.
+
         Args:
             copies: how many hidden states travel side by side in the batch dimension between stages (2 for a primal
                 and its tangent).
         """
+        chunks = self.model.chunks
+        if len(chunks) > 1:
+            stages = self.groups.pp_size
+            wanted = max(-(-len(batches) // stages), 1 if forward_only else 2) * stages
+            missing = wanted - len(batches)
+            # With two stages, Megatron mixes up the shapes of what goes forward and what comes back: all must be alike.
+            alike = stages == 2 and not forward_only
+            rows, length = batches[0].tokens_BT.shape if alike else (1, self.length_multiple)
+            batches = [*batches, *[empty_microbatch(batches[0], rows, length)] * missing]
         rows, length = batches[0].tokens_BT.shape
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(batches),
-            model=[self.model],
+            data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+            model=list(chunks),
             num_microbatches=len(batches),
-            seq_length=length,
+            seq_length=length * self.groups.cp_size,
             micro_batch_size=rows * copies,
             forward_only=forward_only,
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self.model.named_parameters()))[1].device
+
+    @property
+    def length_multiple(self) -> int:
+        """What the length of this rank's part of a sequence must be a multiple of."""
+        shards = self.groups.tp_size if self.model.config.sequence_parallel else 1
+        return shards if self.groups.cp_size == 1 else math.lcm(shards, 2)
 
     def _forward(self, model: GPTModel, batch: MicroBatch, head: Callable[..., Tensor]) -> Tensor:
         return model(batch.tokens_BT, batch.positions_BT, None, output_processor=head)

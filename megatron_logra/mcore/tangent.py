@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_logra.kl.predicted_kl import vocab_parallel_exact_kl, vocab_parallel_predicted_kl
 from megatron_logra.mcore.logprobs import compute_chunk_logits
+from megatron_logra.mcore.model import StageModel
 from megatron_logra.mcore.policy import Policy, as_megatron_loss
 from megatron_logra.rl.batching import MicroBatch
 
@@ -35,18 +36,21 @@ def compute_predicted_kl(policy: Policy, batch: MicroBatch, *, temperature: floa
     """
     per_token: list[Tensor] = []
 
-    def head(hidden_states: Tensor, **_: object) -> Tensor:
-        primal, tangent = forward_ad.unpack_dual(policy.select_hidden(hidden_states, batch))
-        assert tangent is not None, "the last pipeline stage holds at least one target"
-        per_token.append(_reduce_tangent(policy, primal, tangent, temperature))
-        return per_token[0]
+    def head_of(current: MicroBatch) -> Callable[..., Tensor]:
+        def head(hidden_states: Tensor, **_: object) -> Tensor:
+            primal, tangent = forward_ad.unpack_dual(policy.select_hidden(hidden_states, current))
+            tangent = torch.zeros_like(primal) if tangent is None else tangent
+            per_token.append(_reduce_tangent(policy, primal, tangent, temperature))
+            return per_token[-1]
+
+        return head
 
     def step(iterator: Iterator[MicroBatch], model: GPTModel) -> tuple[Tensor, Callable[..., Any]]:
-        next(iterator)
+        current = next(iterator)
         with torch.no_grad(), forward_ad.dual_level():
             if not model.pre_process:
                 _split_stage_input(model)
-            output = model(batch.tokens_BT, batch.positions_BT, None, output_processor=head)
+            output = model(current.tokens_BT, current.positions_BT, None, output_processor=head_of(current))
             if model.post_process:
                 return output, lambda kl_N: as_megatron_loss(kl_N.sum())
             primal, tangent = forward_ad.unpack_dual(output)
@@ -56,7 +60,7 @@ def compute_predicted_kl(policy: Policy, batch: MicroBatch, *, temperature: floa
     with policy.phase.during("tangent"), _evaluation(policy.model):
         policy.run_schedule(step, [batch], forward_only=True, copies=2)
     if per_token:
-        return per_token[0].double().sum()
+        return torch.cat(per_token).double().sum()
     return torch.zeros((), dtype=torch.float64, device=batch.tokens_BT.device)
 
 
@@ -80,6 +84,8 @@ def compute_actual_kl(policy: Policy, hidden_before: Tensor, hidden_after: Tenso
 
 def _reduce_tangent(policy: Policy, hidden_NH: Tensor, tangent_NH: Tensor, temperature: float) -> Tensor:
     weight = policy.output_weight()
+    if hidden_NH.shape[0] == 0:
+        return torch.zeros(0, dtype=torch.float64, device=hidden_NH.device)
     parts = [
         vocab_parallel_predicted_kl(
             compute_chunk_logits(hidden, weight, policy.vocab, 1.0),
@@ -100,13 +106,30 @@ def _split_stage_input(model: GPTModel) -> None:
     model.set_input_tensor(forward_ad.make_dual(primal.contiguous(), tangent.contiguous()).clone())
 
 
+_RECOMPUTE_FLAGS = ("recompute_mlp", "recompute_input_layernorm", "recompute_pre_mlp_layernorm")
+
+
 @contextmanager
-def _evaluation(model: GPTModel) -> Iterator[None]:
-    """Switch recomputation and dropout off, as evaluation mode does, and restore each module's own flag."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
+def _evaluation(model: StageModel) -> Iterator[None]:
+    """Switch recomputation and dropout off, as evaluation mode does, and restore each module's own flag.
+
+    What ignores the mode and has no forward mode is switched off too: selective recomputation of norms and MLPs, and
+    the fused rotary embedding.
+    """
+    config, modules = model.config, list(model.modules())
+    training = [module.training for module in modules]
+    recomputing = [(module, flag) for module in modules for flag in _RECOMPUTE_FLAGS if getattr(module, flag, False)]
+    fused_rope = config.apply_rope_fusion
+    for chunk in model.chunks:
+        chunk.eval()
+    for module, flag in recomputing:
+        setattr(module, flag, False)
+    config.apply_rope_fusion = False
     try:
         yield
     finally:
-        for module, flag in training.items():
-            module.training = flag
+        config.apply_rope_fusion = fused_rope
+        for module, flag in recomputing:
+            setattr(module, flag, True)
+        for module, was_training in zip(modules, training, strict=True):
+            module.training = was_training

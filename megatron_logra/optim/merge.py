@@ -12,6 +12,8 @@ one fp32 multiplication by 1/sqrt(R) and one fp32 subtraction, each an elementwi
 multiply-add would round differently). Gaussian projections hold 16-bit fixed-point entries, so the same product is
 exact in fp64 (at most 24 + 15 bits) and is rounded to fp32 once.
 
+With weight decay one more elementwise fp32 multiplication comes before the subtraction.
+
 Shapes: O rows of the weight or of a slice of it, I columns held here, R rank.
 """
 
@@ -29,6 +31,7 @@ _FLOAT32_DIGITS = 24
 _BFLOAT16_DIGITS = 8
 _SMALLEST_STEP_EXPONENT = -100  # sums and their 1/sqrt(R) multiples stay clear of subnormals, which a device may flush
 _BLOCK_ROWS = 2048
+_LEAST_BLOCKS = 16  # so that no temporary comes near the size of a weight, however small that is
 _BLOCK_COLUMNS = 2048
 
 
@@ -64,14 +67,17 @@ def merge_factor_(
     factor_OR: Tensor,
     projection: Projection,
     *,
-    block_rows: int = _BLOCK_ROWS,
+    keep: float = 1.0,
+    block_rows: int | None = None,
     block_columns: int = _BLOCK_COLUMNS,
 ) -> None:
-    """`W <- W - U A` in place, for a float32 master (or float64, in references); local, no communication.
+    """`W <- keep W - U A` in place, for a float32 master (or float64, in references); local, no communication.
 
+    `keep` below 1 is weight decay; it is rounded to float32 first.
     `weight_OI` may be any view (a row slice of a fused weight); its columns are the ones `projection` holds.
-    The largest temporary is one block. A float32 weight with a factor of `round_factor` gets the same bits for any
-    device, block size and sharding. With a float64 weight or factor everything is computed in float64.
+    The largest temporary is one block, at most a sixteenth of the weight. A float32 weight with a factor of
+    `round_factor` gets the same bits for any device, block size and sharding. With a float64 weight or factor
+    everything is computed in float64.
     Raises ValueError when shapes do not fit or the weight is a bare bfloat16 one.
     """
     if weight_OI.dtype not in (torch.float32, torch.float64):
@@ -80,7 +86,8 @@ def merge_factor_(
         )
 
     def subtract(rows: slice, columns: slice, update: Tensor) -> None:
-        weight_OI[rows, columns].sub_(update)
+        block = weight_OI[rows, columns]
+        _decay_(block, keep).sub_(update)
 
     _for_each_block(weight_OI, factor_OR, projection, block_rows, block_columns, subtract)
 
@@ -92,7 +99,8 @@ def merge_factor_split_(
     factor_OR: Tensor,
     projection: Projection,
     *,
-    block_rows: int = _BLOCK_ROWS,
+    keep: float = 1.0,
+    block_rows: int | None = None,
     block_columns: int = _BLOCK_COLUMNS,
 ) -> None:
     """`merge_factor_` for a bfloat16 weight and its int16 remainder: same fp32 arithmetic, same bits."""
@@ -100,7 +108,7 @@ def merge_factor_split_(
 
     def subtract(rows: slice, columns: slice, update: Tensor) -> None:
         block = SplitMaster(master.weight[rows, columns], master.remainder[rows, columns])
-        block.store_(block.join().sub_(update))
+        block.store_(_decay_(block.join(), keep).sub_(update))
 
     _for_each_block(weight_OI, factor_OR, projection, block_rows, block_columns, subtract)
 
@@ -109,12 +117,13 @@ def _for_each_block(
     weight_OI: Tensor,
     factor_OR: Tensor,
     projection: Projection,
-    block_rows: int,
+    block_rows: int | None,
     block_columns: int,
     subtract: Callable[[slice, slice, Tensor], None],
 ) -> None:
     """Hand every block of `U A` to `subtract`, in the weight's arithmetic dtype."""
     num_rows, num_columns = weight_OI.shape
+    block_rows = block_rows or min(_BLOCK_ROWS, -(-num_rows // _LEAST_BLOCKS))
     if factor_OR.shape != (num_rows, projection.rank) or num_columns != projection.num_columns:
         raise ValueError(
             f"cannot merge a factor {tuple(factor_OR.shape)} with {projection.name} (rank {projection.rank}, "
@@ -132,6 +141,13 @@ def _for_each_block(
             rows = slice(row, min(row + block_rows, num_rows))
             product = (factor_OR[rows].to(product_dtype) @ tile_RC).to(result_dtype)
             subtract(rows, columns, product.mul_(scale))
+
+
+def _decay_(block: Tensor, keep: float) -> Tensor:
+    """`block` times `keep` in place: an operation of its own, so that no device fuses it with the subtraction."""
+    if keep == 1.0:
+        return block
+    return block.mul_(keep if block.dtype == torch.float64 else _round_to_float32(keep))
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ transpose `f^T` has backward `g -> f^T(g)` and tangent `t -> f(t)`, so one autog
     reduce_from_group            all-reduce        identity          all-reduce
     gather_sequence              all-gather dim 0  reduce-scatter    all-gather dim 0
     reduce_scatter_sequence      reduce-scatter    all-gather        reduce-scatter
+    gather_last_dim              all-gather last   reduce-scatter    all-gather last
 
 Megatron-Core's own versions have no tangent, which is why these exist.
 
@@ -113,6 +114,44 @@ def reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     return _LinearCollective.apply(
         x, lambda t: reduce_scatter_first_dim(t, group), lambda g: all_gather_first_dim(g, group)
     )
+
+
+def gather_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Concatenation along the last dimension; the gradient is summed and cut back into the ranks' parts."""
+    if dist.get_world_size(group) == 1:
+        return x
+    size = dist.get_world_size(group)
+
+    def gather(t: Tensor) -> Tensor:
+        return torch.cat(all_gather_first_dim(t[None], group).unbind(0), dim=-1)
+
+    def scatter(g: Tensor) -> Tensor:
+        return reduce_scatter_first_dim(torch.stack(g.chunk(size, dim=-1)), group)[0]
+
+    return _LinearCollective.apply(x, gather, scatter)
+
+
+def gather_rows_(x: Tensor, group: ProcessGroup) -> None:
+    """Complete `x` `[n, ...]` in place: rank `r` of `group` brings the rows that `own_rows(n, r, size)` names."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if size == 1:
+        return
+    if x.dtype == torch.int16:
+        x = x.view(torch.bfloat16)  # no backend sends int16; nothing is computed, so the bits are safe
+    if x.shape[0] % size == 0 and x.is_contiguous():
+        # In place: the rank's own rows are already where they belong.
+        _all_gather_single(x, x[own_rows(x.shape[0], rank, size)], group=group)
+        return
+    for owner in range(size):
+        rows = own_rows(x.shape[0], owner, size)
+        if rows.start < rows.stop:
+            dist.broadcast(x[rows], group_src=owner, group=group)
+
+
+def own_rows(num_rows: int, rank: int, size: int) -> slice:
+    """Rows of the share of `rank` when `num_rows` rows are divided among `size` ranks, the last shares shorter."""
+    share = -(-num_rows // size)
+    return slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
 
 
 def start_all_reduce(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:

@@ -1,17 +1,27 @@
 """The process groups of one training world, as one explicit value.
 
-A rank belongs to one group of each kind; a group of size one costs no communication.
+A rank belongs to one group of each kind; a group of size one costs no communication. The ranks of a pipeline stage are
+laid out twice, once for the dense layers and once for the experts of mixture-of-experts layers:
 
-    tp     ranks that share every layer of one pipeline stage (tensor parallel)
+    stage  =  tp x cp x dp     dense layers        stage  =  etp x ep x edp    routed experts
+
+    tp     ranks that share every dense layer of one pipeline stage (tensor parallel)
     pp     ranks that hold the stages of one model replica (pipeline parallel)
-    dp     ranks that hold the same weights and see other samples (data parallel)
-    mp     tp x pp: one whole model replica
+    cp     ranks that hold the same dense weights and see other parts of the same sequences (context parallel)
+    dp     ranks that hold the same dense weights and see other sequences (data parallel)
+    dp_cp  all ranks that hold the same dense weights
+    mp     tp x pp: one replica of the dense layers
+    etp    ranks that share every expert they hold (expert tensor parallel)
+    ep     ranks that hold different experts of a layer (expert parallel)
+    edp    ranks that hold the same shards of the same experts
+    etp_ep etp x ep: all experts of a layer once
+    emp    etp x ep x pp: one replica of all experts
     world  everybody who trains
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -23,9 +33,20 @@ class ParallelGroups:
 
     tp: ProcessGroup
     pp: ProcessGroup
+    cp: ProcessGroup
     dp: ProcessGroup
+    dp_cp: ProcessGroup
     mp: ProcessGroup
+    etp: ProcessGroup
+    ep: ProcessGroup
+    edp: ProcessGroup
+    etp_ep: ProcessGroup
+    emp: ProcessGroup
     world: ProcessGroup
+
+    def labels(self) -> list[tuple[ProcessGroup, str]]:
+        """Each group with its name."""
+        return [(getattr(self, field.name), field.name) for field in fields(self)]
 
     @property
     def tp_rank(self) -> int:
@@ -48,14 +69,44 @@ class ParallelGroups:
         return dist.get_world_size(self.pp)
 
     @property
+    def cp_rank(self) -> int:
+        """Index of this rank's part of a sequence."""
+        return dist.get_rank(self.cp)
+
+    @property
+    def cp_size(self) -> int:
+        """Number of parts a sequence is split into."""
+        return dist.get_world_size(self.cp)
+
+    @property
     def dp_rank(self) -> int:
-        """Index of this rank's model replica."""
+        """Index of this rank's share of the responses."""
         return dist.get_rank(self.dp)
 
     @property
     def dp_size(self) -> int:
-        """Number of model replicas."""
+        """Number of shares of the responses."""
         return dist.get_world_size(self.dp)
+
+    @property
+    def etp_rank(self) -> int:
+        """Index of this rank among the shards of an expert."""
+        return dist.get_rank(self.etp)
+
+    @property
+    def etp_size(self) -> int:
+        """Number of shards of an expert."""
+        return dist.get_world_size(self.etp)
+
+    @property
+    def ep_rank(self) -> int:
+        """Index of this rank among the holders of different experts."""
+        return dist.get_rank(self.ep)
+
+    @property
+    def ep_size(self) -> int:
+        """Number of ranks over which the experts of a layer are spread."""
+        return dist.get_world_size(self.ep)
 
     @property
     def rank(self) -> int:
@@ -69,10 +120,10 @@ class ParallelGroups:
 
     @property
     def is_first_stage(self) -> bool:
-        """True where the embedding lives."""
+        """True on the ranks that hold the embedding."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True where the final norm and the output layer live."""
+        """True on the ranks that hold the final norm and the output layer."""
         return self.pp_rank == self.pp_size - 1

@@ -1,7 +1,7 @@
 """The sums a LoGRA step makes over ranks, each over an explicit group.
 
-sketch   row-parallel rows over TP (partial sums), then the whole flat buffer over DP
-scalars  segment statistics over TP; norms over TP x PP
+sketch   row-parallel rows over TP (partial sums), then all rows over DP x CP; of experts over expert TP, expert DP
+scalars  segment statistics over TP; norms over one replica of the model
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_logra.parallel.groups import ParallelGroups
+from megatron_logra.parallel.traffic import purpose
 from megatron_logra.sketch.buffer import SketchBuffer
 
 
@@ -22,11 +23,16 @@ def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def reduce_sketches_(buffer: SketchBuffer, groups: ParallelGroups) -> None:
-    """Make the sketches of all ranks whole: one all-reduce over TP of the partial rows, one over DP of everything.
+    """Make the sketches of all ranks whole: of each part one all-reduce of the partial rows, then one of all rows.
 
-    Each rank's sketches are already divided by the global number of valid tokens, so both are plain sums. The result
-    is bitwise equal on all ranks that hold the same rows.
+    Partial rows are summed over the ranks that share a layer (TP, or expert TP), then everything over the ranks that
+    hold the same weights (DP x CP, or expert DP). Each rank's sketches are already divided by the global number of
+    valid tokens, so both are plain sums. The result is bitwise equal on all ranks that hold the same rows.
     """
-    if buffer.partial_rows.shape[0]:
-        sum_over(buffer.partial_rows, groups.tp)
-    sum_over(buffer.flat, groups.dp)
+    for part in buffer.parts:
+        layer, replicas = (groups.tp, groups.dp_cp) if part.name == "dense" else (groups.etp, groups.edp)
+        # Ranks that communicate here hold the same targets, so that all of them or none have rows.
+        for rows, group in ((part.partial_rows, layer), (part.rows, replicas)):
+            if rows.start < rows.stop:
+                with purpose("sketch"):
+                    sum_over(buffer.flat[rows], group)

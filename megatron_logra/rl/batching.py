@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -84,8 +84,9 @@ class MicroBatch:
     ``tokens_BT``, ``positions_BT`` int64, right-padded; ``num_tokens_B`` int64, the length without padding;
     ``finished_B`` bool; ``response_index_B`` int64, the place of the row in the list the batch was built
     from. Per entry, row after row and in the order of generation: ``sequence_N`` int64, the row;
-    ``token_index_N`` int64, ``row * T + t``, the place of the predicting hidden state in a batch-first [B*T]
-    array; ``hidden_index_N`` int64, ``t * B + row``, the same in Megatron's sequence-first [T*B] array;
+    ``hidden_index_N`` int64, ``t * B + row``, the place of the predicting hidden state in Megatron's
+    sequence-first [T*B] array; ``entry_index_N`` int64, the place of the entry among the
+    ``num_batch_entries`` of the whole micro-batch, of which a context-parallel rank has a part;
     ``target_N`` int64, the token ``t + 1``; ``advantage_N``, ``generation_logprob_N``, ``old_logprob_N``,
     ``reference_logprob_N`` floating point.
     """
@@ -96,13 +97,14 @@ class MicroBatch:
     finished_B: torch.Tensor
     response_index_B: torch.Tensor
     sequence_N: torch.Tensor
-    token_index_N: torch.Tensor
     hidden_index_N: torch.Tensor
+    entry_index_N: torch.Tensor
     target_N: torch.Tensor
     advantage_N: torch.Tensor
     generation_logprob_N: torch.Tensor
     old_logprob_N: torch.Tensor | None = None
     reference_logprob_N: torch.Tensor | None = None
+    num_batch_entries: int = 0
 
     @property
     def num_entries(self) -> int:
@@ -111,8 +113,8 @@ class MicroBatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
         """Copy every tensor to ``device``."""
-        names = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None]
-        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names}
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=non_blocking) for name, value in tensors.items()}
         return dataclasses.replace(self, **moved)
 
 
@@ -161,6 +163,50 @@ def build_microbatches(
             batch = dataclasses.replace(batch, reference_logprob_N=reference_N)
         batches.append(batch)
     return batches
+
+
+def shard_context(batch: MicroBatch, rank: int, size: int) -> MicroBatch:
+    """Give context-parallel rank ``rank`` of ``size`` its part of every sequence of ``batch``.
+
+    The T positions are cut into ``2 size`` chunks and the rank gets chunks ``rank`` and ``2 size - 1 - rank``:
+    under a causal mask all ranks then have the same work. An entry goes with its position. Raises
+    ``ValueError`` when T does not divide.
+    """
+    if size == 1:
+        return batch
+    num_rows, length = batch.tokens_BT.shape
+    if length % (2 * size):
+        raise ValueError(
+            f"sequences of length {length} cannot be cut into 2 x context_parallel_size {size} chunks: "
+            f"{length} % {2 * size} = {length % (2 * size)}"
+        )
+    chunk = length // (2 * size)
+    first, second = rank, 2 * size - 1 - rank
+    positions = torch.cat([torch.arange(number * chunk, (number + 1) * chunk) for number in (first, second)])
+    local_of = torch.full((length,), -1, dtype=torch.int64)
+    local_of[positions] = torch.arange(2 * chunk)
+    local = local_of[batch.hidden_index_N // num_rows]
+    kept = (local >= 0).nonzero()[:, 0]
+    parts = {name: value[kept] for name, value in vars(batch).items() if name.endswith("_N") and value is not None}
+    parts |= {"tokens_BT": batch.tokens_BT[:, positions], "positions_BT": batch.positions_BT[:, positions]}
+    parts["hidden_index_N"] = local[kept] * num_rows + batch.sequence_N[kept]
+    return dataclasses.replace(batch, **parts)
+
+
+def empty_microbatch(like: MicroBatch, rows: int, length: int) -> MicroBatch:
+    """Give a micro-batch of ``rows`` times ``length`` padding tokens without entries, on the device of ``like``."""
+    nothing = {name: value[:0] for name, value in vars(like).items() if name.endswith("_N") and value is not None}
+    tokens = like.tokens_BT.new_zeros((rows, length))
+    return dataclasses.replace(
+        like,
+        **nothing,
+        tokens_BT=tokens,
+        positions_BT=torch.arange(length, device=tokens.device).repeat(rows, 1),
+        num_tokens_B=like.num_tokens_B.new_zeros(rows),
+        finished_B=like.finished_B.new_zeros(rows),
+        response_index_B=like.response_index_B.new_zeros(rows),
+        num_batch_entries=0,
+    )
 
 
 def compute_padded_length(responses: Iterable[Response], *, pad_multiple: int = 1, length: int | None = None) -> int:
@@ -256,6 +302,7 @@ def attach_logprobs(
 ) -> list[Response]:
     """Write per-entry values [N] of each micro-batch back to the responses it was built from.
 
+    Entries that a context-parallel rank does not have get zeros, so that a sum over the ranks completes them.
     Invalid responses, which have no entry, get zeros; they have no entry later either. Copies to the host.
     Raises ``ValueError`` when a tensor does not have the N of its micro-batch.
     """
@@ -265,7 +312,9 @@ def attach_logprobs(
             raise ValueError(
                 f"{kind} of shape {tuple(values_N.shape)} for a micro-batch of {batch.num_entries} entries"
             )
-        numbers = values_N.detach().double().cpu().tolist()
+        whole = torch.zeros(batch.num_batch_entries, dtype=torch.float64)
+        whole[batch.entry_index_N.cpu()] = values_N.detach().double().cpu()
+        numbers = whole.tolist()
         for index in batch.response_index_B.tolist():
             response = responses[index]
             count = response.num_valid_tokens
@@ -312,11 +361,12 @@ def _build_one(
         finished_B=torch.tensor([response.finished for response in rows], dtype=torch.bool),
         response_index_B=torch.arange(first_index, first_index + num_rows),
         sequence_N=sequence_N,
-        token_index_N=sequence_N * padded_length + position_N,
         hidden_index_N=position_N * num_rows + sequence_N,
+        entry_index_N=torch.arange(len(target)),
         target_N=torch.tensor(target, dtype=torch.int64),
         advantage_N=torch.tensor(advantage, dtype=dtype),
         generation_logprob_N=_concatenate([row.generation_logprobs for row in rows if row.valid], dtype),
+        num_batch_entries=len(target),
     )
 
 

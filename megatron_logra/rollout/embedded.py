@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from megatron_logra.hf.config import read_model_shape
+from megatron_logra.hf.loaded import checkpoint_views
 from megatron_logra.hf.safetensors_io import HFReader
 from megatron_logra.hf.table import full_table
 from megatron_logra.optim.split_master import SplitMaster, round_to_bf16
@@ -83,9 +84,10 @@ class EmbeddedEngine:
         self._max_prefill_tokens = max_prefill_tokens
         self._groups = dict(target_groups([full_table(shape)]) if groups is None else groups)
         # A tied output layer is the same parameter under a second name, which never counts.
-        self._parameters = {name: parameter.data for name, parameter in self._model.named_parameters()}
+        own = {name: parameter.data for name, parameter in self._model.named_parameters()}
+        self._parameters = checkpoint_views(own, shape)
         every_name = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        self._tied_names = every_name - self._parameters.keys()
+        self._tied_names = every_name - own.keys()
         unknown = self._groups.keys() - self._parameters.keys()
         if unknown:
             raise ValueError(f"groups names weights the model does not have: {', '.join(sorted(unknown))}")

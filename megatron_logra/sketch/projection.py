@@ -112,6 +112,7 @@ class Projection:
     """The columns `columns` of one global projection `A_RI`, in its packed form.
 
     `packed` is int32 [W, C] of sign bits for "rademacher" and int16 [R, C] of normals in units of 2^-12 for "gaussian".
+    `cached` is `unscaled` of one dtype, kept by who has the memory for it.
     Column arguments of the methods count from the first column held here.
     """
 
@@ -123,6 +124,7 @@ class Projection:
     columns: slice
     distribution: str
     packed: Tensor
+    cached: Tensor | None = None
 
     @property
     def num_columns(self) -> int:
@@ -145,6 +147,8 @@ class Projection:
 
     def unscaled(self, dtype: torch.dtype, columns: slice = slice(None)) -> Tensor:
         """`sqrt(R) A_RC`: +-1, or normals on the grid 2^-12 (exact in float32 and float64)."""
+        if self.cached is not None and self.cached.dtype == dtype:
+            return self.cached[:, columns]
         if self.distribution == "rademacher":
             return self.signs(dtype, columns)
         return self.packed[:, columns].to(torch.promote_types(dtype, torch.float32)).mul_(_NORMAL_SCALE).to(dtype)

@@ -49,10 +49,13 @@ class SketchTarget:
         weight: the local shard `[O, I]`, updated in place.
         columns: columns of the global projection that this shard reads.
         width: columns of the global projection.
+        is_expert: the weight belongs to a routed expert, which other groups of ranks share than dense layers.
         rows: rows of the flat sketch buffer.
-        remainder: int16 `[O, I]`, second half of a split master, or None.
-        master: fp32 `[O, I]` copy that updates go to before `weight` is rounded from it, or None. With neither,
+        owned: rows whose master this rank keeps: all of them, or its share when replicas divide the master.
+        remainder: int16 `[owned, I]`, second half of a split master, or None.
+        master: fp32 `[owned, I]` copy that updates go to before `weight` is rounded from it, or None. With neither,
             `weight` is its own master.
+        decay: part of the weight that the proposed update removes: the update is `W -> (1 - decay) W - D A`.
         sketch: fp32 view `[O, R]` into the flat buffer; after the optimizer ran it holds the direction `D`.
         projection: the projection of the current update, this rank's columns.
     """
@@ -64,9 +67,12 @@ class SketchTarget:
     columns: slice
     width: int
     phase: SketchPhase
+    is_expert: bool = False
     rows: slice = field(default_factory=lambda: slice(0, 0))
+    owned: slice = field(default_factory=lambda: slice(None))
     remainder: Tensor | None = None
     master: Tensor | None = None
+    decay: float = 0.0
     sketch: Tensor | None = None
     projection: Projection | None = None
 

@@ -1,4 +1,4 @@
-"""Checks a whole factor packet against a receiver's weights, then merges it: `W <- W - U A`, all of it or nothing.
+"""Checks a whole factor packet against a receiver's weights, then merges it: `W <- keep W - U A`, all of it or nothing.
 
 Protocol: `check_packet` looks at version, header, names, groups, shapes and values of every entry and reports what is
 wrong with a `PacketRefused`; only then the first weight changes. A projection is drawn once for all weights of
@@ -83,9 +83,9 @@ def apply_packet_(
                 device=_device_of(weight),
             )
             if isinstance(weight, SplitMaster):
-                merge_factor_split_(weight.weight, weight.remainder, factor_OR, projection)
+                merge_factor_split_(weight.weight, weight.remainder, factor_OR, projection, keep=packet.keep)
             else:
-                merge_factor_(weight, factor_OR, projection)
+                merge_factor_(weight, factor_OR, projection, keep=packet.keep)
     return packet.version_after
 
 
@@ -111,6 +111,8 @@ def _check_header(packet: FactorPacket) -> None:
         raise PacketRefused(
             f"unknown projection distribution {packet.distribution!r}; known: {', '.join(DISTRIBUTIONS)}"
         )
+    if not 0.0 <= packet.keep <= 1.0:
+        raise PacketRefused(f"keep {packet.keep} is outside 0..1")
     if not 1 <= packet.rank <= MAX_RANK:
         raise PacketRefused(f"rank {packet.rank} is outside 1..{MAX_RANK}")
 

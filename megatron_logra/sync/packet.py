@@ -1,6 +1,6 @@
 """The factor packet: everything a receiver needs to make policy `version_after` out of policy `version_before`.
 
-    W <- W - U A        U_OR one factor a Hugging Face weight, A_RI redrawn from (base_seed, update, group, rank, width)
+    W <- keep W - U A   U_OR one factor a Hugging Face weight, A_RI redrawn from (base_seed, update, group, rank, width)
 
 A packet is complete or it is refused. On the wire it is one safetensors file: the factors by Hugging Face name, and
 in its metadata the header as JSON and a digest of header, names and factors, so that a damaged or relabelled packet
@@ -61,6 +61,7 @@ class PacketHeader:
     Attributes:
         base_seed, update, rank, distribution: with a group's name and width they name its projection.
         widths: input columns of every group that occurs in the packet.
+        keep: what the weights are multiplied by first; below 1 with weight decay.
         version_before: policy version the packet applies to.
         version_after: policy version it makes.
     """
@@ -72,6 +73,7 @@ class PacketHeader:
     widths: Mapping[str, int]
     version_before: int
     version_after: int
+    keep: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,8 @@ def _decode_header(text: str) -> tuple[FactorPacket, list[tuple[str, str]]]:
             raise TypeError("seed, update, rank, versions and widths must be integers")
         if not isinstance(packet.distribution, str):
             raise TypeError("distribution must be a string")
+        if type(packet.keep) is not float or not 0.0 <= packet.keep <= 1.0:
+            raise TypeError("keep must be a number from 0 to 1")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PacketRefused(f"the packet's header cannot be read: {error}", "corrupt") from error
     return packet, labels

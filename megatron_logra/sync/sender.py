@@ -9,7 +9,7 @@ Shapes: factor `[O, R]` local rows on a rank, all rows of the Hugging Face weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_logra.hf.config import ModelShape
 from megatron_logra.hf.rows import ParameterEntry
-from megatron_logra.sync.gather import factor_item, stream_gathered, weight_item
+from megatron_logra.sync.gather import GatherItem, ShardSizes, factor_item, stream_gathered, weight_item
 from megatron_logra.sync.packet import FactorEntry, FactorPacket, PacketHeader
 
 StageTables = Sequence[Sequence[ParameterEntry]]
@@ -32,10 +32,10 @@ class PolicySender:
 
     Args:
         shape: the model.
-        stages: parameter table of every stage.
-        tp_group, pp_group: as in `sync.gather.stream_gathered`.
-        tp_size: size of `tp_group`.
-        padded_vocab: rows of the vocabulary over all TP ranks, padding included.
+        tables: parameter table of every stage, by expert-parallel rank (one for a dense model).
+        sizes: how a stage's tensors are spread.
+        targets: projection groups that are sketched; None for all.
+        tp_group, pp_group, expert_group: as in `sync.gather.stream_gathered`.
         bucket_bytes: most bytes in flight in a bucket (`--sync-bucket-mb`).
         device: where the gathered tensors are.
     """
@@ -43,42 +43,55 @@ class PolicySender:
     def __init__(
         self,
         shape: ModelShape,
-        stages: StageTables,
+        tables: Sequence[StageTables],
         *,
+        sizes: ShardSizes,
+        targets: Collection[str] | None = None,
         tp_group: ProcessGroup | None,
         pp_group: ProcessGroup | None,
-        tp_size: int,
-        padded_vocab: int,
+        expert_group: ProcessGroup | None = None,
         bucket_bytes: int,
         device: torch.device | str = "cpu",
     ) -> None:
         self._shape = shape
-        self._stages = [[entry for entry in entries if entry.exported] for entries in stages]
-        self._tp_group, self._pp_group = tp_group, pp_group
-        self._tp_size = tp_size
-        self._padded_vocab = padded_vocab
+        self._sizes = sizes
+        self._targets = targets
+        # By stage and parameter of a rank: the entry, or of experts the entry on every expert-parallel rank.
+        self._stages = [
+            [
+                (entries[0],) if entries[0].expert is None else entries
+                for entries in zip(*stage_of_ranks, strict=True)
+                if entries[0].exported
+            ]
+            for stage_of_ranks in zip(*tables, strict=True)
+        ]
+        self._tp_group, self._pp_group, self._expert_group = tp_group, pp_group, expert_group
         self._bucket_bytes = bucket_bytes
         self._device = device
 
     @property
     def stages(self) -> StageTables:
-        """Table of every stage without second copies of tied weights."""
-        return self._stages
+        """Table of every stage with all experts, without second copies of tied weights."""
+        return [[entry for entries in stage for entry in entries] for stage in self._stages]
 
     @property
     def groups(self) -> dict[str, str]:
         """Projection group of every target, by Hugging Face name."""
-        return target_groups(self._stages)
+        named = target_groups(self.stages)
+        return {name: group for name, group in named.items() if self._is_target(group)}
 
     @property
     def weight_names(self) -> list[str]:
         """Hugging Face names of all weights that `stream_weights` gives."""
-        return [name for entries in self._stages for entry in entries for name in entry.hf_names]
+        return [name for entries in self.stages for entry in entries for name in entry.hf_names]
 
     @property
     def widths(self) -> dict[str, int]:
         """Input columns of every projection group."""
-        return group_widths(self._stages)
+        return {group: width for group, width in group_widths(self.stages).items() if self._is_target(group)}
+
+    def _is_target(self, group: str | None) -> bool:
+        return group is not None and (self._targets is None or group in self._targets)
 
     def stream_packets(
         self, header: PacketHeader, read_factor: ReadLocal, *, dtype: torch.dtype = torch.bfloat16
@@ -94,29 +107,15 @@ class PolicySender:
         groups = self.groups
         stages = [
             [
-                factor_item(
-                    entry,
-                    self._shape,
-                    tp_size=self._tp_size,
-                    padded_vocab=self._padded_vocab,
-                    rank=header.rank,
-                )
-                for entry in entries
-                if entry.group is not None
+                factor_item(entries, self._shape, self._sizes, rank=header.rank)
+                for entries in stage
+                if self._is_target(entries[0].group)
             ]
-            for entries in self._stages
+            for stage in self._stages
         ]
-        for bucket in stream_gathered(
-            stages,
-            read_factor,
-            dtype=dtype,
-            device=self._device,
-            tp_group=self._tp_group,
-            pp_group=self._pp_group,
-            bucket_bytes=self._bucket_bytes,
-        ):
-            entries = [FactorEntry(name, groups[name], factor_OR) for name, factor_OR in bucket]
-            yield FactorPacket.from_header(header, entries)
+        for bucket in self._stream(stages, read_factor, dtype):
+            factors = [FactorEntry(name, groups[name], factor_OR) for name, factor_OR in bucket]
+            yield FactorPacket.from_header(header, factors)
 
     def gather_packet(
         self, header: PacketHeader, read_factor: ReadLocal, *, dtype: torch.dtype = torch.bfloat16
@@ -135,23 +134,23 @@ class PolicySender:
             dtype: of the result. float32 keeps a split master whole; float32 to bf16 must be rounded by
                 `optim.split_master.round_to_bf16` beforehand, because a cast breaks ties differently.
         """
-        stages = [
-            [
-                weight_item(entry, self._shape, tp_size=self._tp_size, padded_vocab=self._padded_vocab)
-                for entry in entries
-            ]
-            for entries in self._stages
-        ]
-        for bucket in stream_gathered(
+        stages = [[weight_item(entries, self._shape, self._sizes) for entries in stage] for stage in self._stages]
+        for bucket in self._stream(stages, read_weight, dtype):
+            yield from bucket
+
+    def _stream(
+        self, stages: Sequence[Sequence[GatherItem]], read_local: ReadLocal, dtype: torch.dtype
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        return stream_gathered(
             stages,
-            read_weight,
+            read_local,
             dtype=dtype,
             device=self._device,
             tp_group=self._tp_group,
             pp_group=self._pp_group,
+            expert_group=self._expert_group,
             bucket_bytes=self._bucket_bytes,
-        ):
-            yield from bucket
+        )
 
 
 def target_groups(stages: StageTables) -> dict[str, str]:
@@ -175,14 +174,15 @@ def group_widths(stages: StageTables) -> dict[str, int]:
     }
 
 
-def factor_bytes(stages: StageTables, rank: int, *, itemsize: int = 2) -> int:
-    """Bytes of one packet's factors (`sync/factor_bytes`)."""
+def factor_bytes(stages: StageTables, rank: int, names: Collection[str] | None = None, *, itemsize: int = 2) -> int:
+    """Bytes of one packet's factors (`sync/factor_bytes`), of the targets in `names` only if these are given."""
     rows = sum(
         hf_shape[0]
         for entries in stages
         for entry in entries
         if entry.group is not None
-        for hf_shape in entry.hf_shapes.values()
+        for name, hf_shape in entry.hf_shapes.items()
+        if names is None or name in names
     )
     return rows * rank * itemsize
 

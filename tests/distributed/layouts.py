@@ -15,10 +15,11 @@ from torch import Tensor
 from megatron_logra.hf.config import read_model_shape
 from megatron_logra.hf.safetensors_io import HFReader
 from megatron_logra.kl.controller import KLController
-from megatron_logra.mcore.build import PolicySettings, build_optimizer, build_policy, load_weights_
+from megatron_logra.mcore.build import build_optimizer, build_policy, load_weights_
 from megatron_logra.mcore.cpu import install_cpu_support
 from megatron_logra.mcore.initialize import initialize_model_parallel
 from megatron_logra.mcore.policy import Policy
+from megatron_logra.mcore.transformer_config import PolicySettings
 from megatron_logra.optim.logra import LograOptimizer, LograSettings
 from megatron_logra.rl.advantages import response_advantages
 from megatron_logra.rl.batching import Response
@@ -32,17 +33,25 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    vpp: int | None = None
+    first_layers: int | None = None
+    last_layers: int | None = None
     sp: bool = False
     micro_batch_size: int = 1
-    recompute: bool = False
+    recompute: str = ""
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
-        text = f"tp{self.tp}-pp{self.pp}-dp{self.dp}-mb{self.micro_batch_size}"
-        return text + ("-sp" if self.sp else "") + ("-recompute" if self.recompute else "")
+        given = {
+            name: value for name, value in vars(self).items() if value != type(self).__dataclass_fields__[name].default
+        }
+        return "-".join(name if value is True else f"{name}{value}" for name, value in given.items()) or "single"
 
 
 def make_responses(*, num_prompts: int = 2, group_size: int = 4, vocab: int = 130, seed: int = 3) -> list[Response]:
@@ -77,13 +86,15 @@ def run_steps(
     *,
     dtype: torch.dtype = torch.float32,
     num_steps: int = 2,
-    sketch_rank: int = 8,
+    policy_options: dict[str, Any] | None = None,
+    logra_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`num_steps` updates; scalars of each step on every rank, local weights as Hugging Face row blocks."""
-    policy, optimizer = build(folder, layout, dtype, sketch_rank=sketch_rank)
+    policy, optimizer = build(folder, layout, dtype, policy_options=policy_options, logra_options=logra_options)
     controller = KLController(budget=1e-3, budget_final=1e-4, schedule_steps=10)
-    result: dict[str, Any] = {"steps": []}
+    result: dict[str, Any] = {"steps": [], "sketches": {}}
     for _ in range(num_steps):
+        first = not result["steps"]
         outcome = train_step(
             policy,
             optimizer,
@@ -93,6 +104,7 @@ def run_steps(
             settings=UpdateSettings(micro_batch_size=layout.micro_batch_size, temperature=0.8),
             probe=ProbeSettings(num_responses=4 // layout.dp, max_tokens=4096),
             measure=True,
+            on_sketch=lambda _: keep_blocks(result["sketches"], policy, "sketch") if first else None,  # noqa: B023
         )
         result["steps"].append(outcome.metrics)
     result["weights"] = {}
@@ -101,25 +113,56 @@ def run_steps(
     return result
 
 
-def build(folder: Path, layout: Layout, dtype: torch.dtype, *, sketch_rank: int = 8) -> tuple[Policy, LograOptimizer]:
+def build(
+    folder: Path,
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    policy_options: dict[str, Any] | None = None,
+    logra_options: dict[str, Any] | None = None,
+) -> tuple[Policy, LograOptimizer]:
     """This rank's policy with the folder's weights, and its optimizer."""
+    policy = build_weights(folder, layout, dtype, **(policy_options or {}))
+    settings = {"rank": 8, "update_ratio": 1e-3} | (logra_options or {})
+    return policy, build_optimizer(policy, LograSettings(**settings))
+
+
+def build_weights(folder: Path, layout: Layout, dtype: torch.dtype, **options: Any) -> Policy:
+    """This rank's policy with the folder's weights; `options` are those of `PolicySettings`."""
     install_cpu_support()
     groups = initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, seed=1
+        seed=1,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
     )
     settings = PolicySettings(
         dtype=dtype,
         seq_length=64,
         sequence_parallel=layout.sp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        num_layers_in_first_pipeline_stage=layout.first_layers,
+        num_layers_in_last_pipeline_stage=layout.last_layers,
         make_vocab_size_divisible_by=1,
-        recompute_granularity="full" if layout.recompute else None,
-        recompute_method="uniform" if layout.recompute else None,
-        recompute_num_layers=1 if layout.recompute else None,
         chunk_size=16,
+        **_recompute_settings(layout.recompute),
+        **options,
     )
     policy = build_policy(read_model_shape(folder), settings, groups)
     load_weights_(policy, HFReader(folder).read)
-    return policy, build_optimizer(policy, LograSettings(rank=sketch_rank, update_ratio=1e-3))
+    return policy
+
+
+def _recompute_settings(recompute: str) -> dict[str, Any]:
+    """`uniform` or `block` for whole layers; module names joined by + for selective recomputation."""
+    if not recompute:
+        return {}
+    if recompute in ("uniform", "block"):
+        return {"recompute_granularity": "full", "recompute_method": recompute, "recompute_num_layers": 1}
+    return {"recompute_granularity": "selective", "recompute_modules": tuple(recompute.split("+"))}
 
 
 def keep_blocks(store: dict[str, Any], policy: Policy, what: str) -> None:

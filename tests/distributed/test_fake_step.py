@@ -1,4 +1,4 @@
-"""A whole step of a 7B model at TP 8 runs on tensors without values, and allocates what the formulas say."""
+"""A whole step over layers of a 7B model at TP 8 runs on tensors without values, and allocates what the formulas say."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_logra.hf.config import ModelShape
 from megatron_logra.kl.controller import KLController
-from megatron_logra.mcore.build import PolicySettings, build_optimizer, build_policy
+from megatron_logra.mcore.build import build_optimizer, build_policy
 from megatron_logra.mcore.fake import fake_world
+from megatron_logra.mcore.transformer_config import PolicySettings
 from megatron_logra.optim.logra import LograSettings
 from megatron_logra.rl.batching import Response
 from megatron_logra.train_step import ProbeSettings, UpdateSettings, train_step
 
-LLAMA_7B = ModelShape(
+RANK, TP, LAYERS, HIDDEN, FFN = 256, 8, 4, 4096, 11008
+LLAMA_7B_LAYERS = ModelShape(
     family="llama",
-    num_layers=32,
+    num_layers=LAYERS,
     hidden_size=4096,
     ffn_hidden_size=11008,
     num_attention_heads=32,
@@ -34,7 +36,6 @@ LLAMA_7B = ModelShape(
     tie_embeddings=False,
     dtype=torch.bfloat16,
 )
-RANK, TP, LAYERS, HIDDEN, FFN = 256, 8, 32, 4096, 11008
 
 
 def _responses(count: int, prompt: int, length: int) -> list[Response]:
@@ -62,7 +63,7 @@ def _step(world_rank: int) -> dict[str, Any]:
             recompute_method="uniform",
             recompute_num_layers=1,
         )
-        policy = build_policy(LLAMA_7B, settings, groups)
+        policy = build_policy(LLAMA_7B_LAYERS, settings, groups)
         optimizer = build_optimizer(policy, LograSettings(rank=RANK))
         factors: dict[str, tuple[int, ...]] = {}
         train_step(
@@ -87,8 +88,8 @@ def _step(world_rank: int) -> dict[str, Any]:
         }
 
 
-def test_a_7b_step_runs_on_fake_tensors_at_tp_8() -> None:
-    with multiprocessing.get_context("fork").Pool(1) as pool:
+def test_a_step_of_7b_layers_runs_on_fake_tensors_at_tp_8() -> None:
+    with multiprocessing.get_context("fork").Pool(1, torch.set_num_threads, (1,)) as pool:
         result = pool.apply_async(_step, (3,)).get(timeout=300)
     column_rows = (3 * HIDDEN + 2 * FFN) // TP
     row_rows = 2 * HIDDEN

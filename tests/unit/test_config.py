@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 
 from megatron_logra.config import Config, ConfigError, build_config, iterate_settings
+from megatron_logra.config_layout import ModelSizes, validate_model_parallel
 from megatron_logra.config_validation import (
     _RANGES,
     validate_config,
-    validate_model_parallel,
     validate_paths,
 )
 
@@ -168,7 +168,51 @@ def test_model_overrides_are_those_given():
             "kl_budget 0.001 has no effect with kl_control off: give --kl-control predicted, or leave out",
         ),
         (1, {"kl_control": "off", "kl_estimator": "jvp"}, "kl_estimator jvp has no effect"),
-        (1, {"kl_control": "off", "kl_measure_interval": 1}, "kl_measure_interval 1 has no effect"),
+        (1, {"kl_control": "off", "kl_alpha_max": 2.0}, "kl_alpha_max 2.0 has no effect with kl_control off"),
+        (1, {"optimizer": "adam"}, "optimizer adam needs lr"),
+        (1, {"optimizer": "adam", "lr": 1e-6, "logra_rank": 8}, "logra_rank 8 has no effect with optimizer adam"),
+        (1, {"optimizer": "adam", "lr": 1e-6, "sync": "factors"}, "sync factors cannot describe a dense update"),
+        (1, {"optimizer": "adam", "lr": 1e-6, "kl_control": "predicted"}, "kl_control predicted needs optimizer logra"),
+        (1, {"logra_train_non_targets": True}, "logra_train_non_targets needs lr"),
+        (1, {"logra_rule": "sgd"}, "logra_rule sgd needs lr"),
+        (1, {"lr": 1e-6}, "lr 1e-06 has no effect with logra_rule paper"),
+        (1, {"logra_rule": "lr", "lr": 1e-6, "logra_update_ratio": 1e-4}, "logra_update_ratio 0.0001 has no effect"),
+        (
+            1,
+            {"logra_rule": "lr", "lr": 1e-6, "min_lr": 1e-7},
+            "min_lr 1e-07 has no effect with lr_decay_style constant",
+        ),
+        (1, {"logra_rule": "lr", "lr": 1e-6, "adam_beta1": 0.8}, "adam_beta1 0.8 has no effect with optimizer logra"),
+        (
+            1,
+            {"logra_rule": "lr", "lr": 1e-6, "lr_decay_style": "linear", "lr_warmup_iters": 9, "lr_decay_iters": 5},
+            "lr_decay_iters 5 is not after lr_warmup_iters 9",
+        ),
+        (1, {"use_distributed_optimizer": True}, "use_distributed_optimizer True has no effect with float32 weights"),
+        (3, {"context_parallel_size": 2}, "world size 3 is not divisible by"),
+        (4, {"expert_model_parallel_size": 8}, "world size 4 is not divisible by pipeline_model_parallel_size 1 x"),
+        (2, {"context_parallel_size": 2, "seq_length": 1022}, "1022 % 4 = 2"),
+        (1, {"num_layers_per_virtual_pipeline_stage": 2}, "num_layers_per_virtual_pipeline_stage 2 has no effect"),
+        (
+            2,
+            {
+                "pipeline_model_parallel_size": 2,
+                "num_layers_per_virtual_pipeline_stage": 2,
+                "decoder_first_pipeline_num_layers": 3,
+            },
+            "num_layers_per_virtual_pipeline_stage needs stages with equally many layers",
+        ),
+        (
+            1,
+            {"recompute_granularity": "selective", "recompute_num_layers": 1},
+            "recompute_num_layers 1 has no effect with",
+        ),
+        (1, {"recompute_modules": ("mlp",)}, "recompute_modules mlp has no effect without"),
+        (
+            1,
+            {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
+            "recompute_modules names 'layernorm'",
+        ),
         (
             1,
             {"kl_budget": 0.01, "kl_budget_final": 0.01, "kl_schedule_steps": 5},
@@ -248,18 +292,20 @@ def test_accepted(world_size, values):
 
 
 SHAPE = {"num_attention_heads": 28, "num_query_groups": 4, "num_layers": 28, "ffn_hidden_size": 18944}
+MOE = {"num_experts": 4, "moe_ffn_hidden_size": 24}
 
 
 def test_model_parallel_names_the_arithmetic_of_everything_that_cannot_be_split():
     config = config_of(tensor_model_parallel_size=8, pipeline_model_parallel_size=3)
     with pytest.raises(ConfigError) as caught:
-        validate_model_parallel(config, **SHAPE)
+        validate_model_parallel(config, ModelSizes(**SHAPE | {"num_query_groups": 3}))
     heads, groups, layers = caught.value.problems
     assert heads.startswith(
         "28 attention heads cannot be split over tensor_model_parallel_size 8: 28 % 8 = 4; "
         "set --tensor-model-parallel-size to a divisor of 28 (1, 2, 4, 7, 14, 28)"
     )
-    assert groups.startswith("4 query groups (key/value heads) cannot be split over tensor_model_parallel_size 8")
+    assert groups.startswith("3 query groups (key/value heads) cannot be split over tensor_model_parallel_size 8, ")
+    assert "3 % 8 = 3, 8 % 3 = 2" in groups
     assert layers.startswith("28 layers cannot be split over pipeline_model_parallel_size 3: 28 % 3 = 1")
 
 
@@ -272,17 +318,49 @@ def test_model_parallel_checks_mlp_sequence_positions_and_recomputation():
         recompute_num_layers=5,
     )
     with pytest.raises(ConfigError) as caught:
-        validate_model_parallel(config, **SHAPE | {"ffn_hidden_size": 101}, max_position_embeddings=1000)
-    mlp, sequence, recompute, positions = caught.value.problems
+        sizes = ModelSizes(**SHAPE | {"ffn_hidden_size": 101, "max_position_embeddings": 1000})
+        validate_model_parallel(config, sizes)
+    mlp, recompute, sequence, positions = caught.value.problems
     assert "101 columns of ffn_hidden_size cannot be split over tensor_model_parallel_size 2: 101 % 2 = 1" in mlp
     assert "1025 % 2 = 1" in sequence
-    assert "recompute_num_layers 5 is more than the layers of a pipeline stage, 28 // 7 = 4" in recompute
+    assert "recompute_num_layers 5 is more than the 4 layers of a pipeline stage" in recompute
     assert "seq_length 1025 is more than the 1000 positions" in positions
 
 
 def test_model_parallel_accepts_what_divides():
     config = config_of(tensor_model_parallel_size=4, pipeline_model_parallel_size=7)
-    validate_model_parallel(config, **SHAPE, max_position_embeddings=32768)
+    validate_model_parallel(config, ModelSizes(**SHAPE, max_position_embeddings=32768))
+    # More ranks than KV heads, a multiple of them.
+    validate_model_parallel(config_of(tensor_model_parallel_size=28), ModelSizes(**SHAPE | {"ffn_hidden_size": 28}))
+
+
+@pytest.mark.parametrize(
+    ("values", "sizes", "problem"),
+    [
+        ({"expert_model_parallel_size": 2}, {}, "expert_model_parallel_size 2 has no effect: the model has no experts"),
+        (
+            {"expert_model_parallel_size": 3},
+            MOE,
+            "4 experts cannot be split over expert_model_parallel_size 3: 4 % 3 = 1",
+        ),
+        ({"expert_tensor_parallel_size": 5}, MOE, "24 columns of an expert cannot be split over"),
+        ({"tensor_model_parallel_size": 2}, MOE, "with a mixture of experts needs sequence_parallel"),
+        (
+            {"pipeline_model_parallel_size": 4, "decoder_first_pipeline_num_layers": 2},
+            {},
+            "28 layers less 2 in the first and last pipeline stage leaves 26 for 3 other stages",
+        ),
+        (
+            {"pipeline_model_parallel_size": 7, "num_layers_per_virtual_pipeline_stage": 4},
+            {},
+            "must divide the 28 // 7 = 4 layers of a pipeline stage into at least 2 chunks",
+        ),
+    ],
+)
+def test_model_parallel_rules(values: dict[str, object], sizes: dict[str, int], problem: str):
+    with pytest.raises(ConfigError) as caught:
+        validate_model_parallel(config_of(**values), ModelSizes(**SHAPE | sizes))
+    assert any(problem in found for found in caught.value.problems), caught.value.problems
 
 
 def test_paths_that_are_missing_or_of_the_wrong_kind(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from megatron_logra.hf.assemble import assemble_local, merge_shards
 from megatron_logra.hf.config import read_model_shape
+from megatron_logra.hf.loaded import checkpoint_views
 from megatron_logra.hf.rows import padded_vocab_size
 from megatron_logra.hf.safetensors_io import HFReader, HFWriter, validate_checkpoint
-from megatron_logra.hf.table import build_param_plan, full_table, parameter_table
+from megatron_logra.hf.table import build_param_plan, expert_range, full_table, parameter_table
 from tests.tiny_models import CONFIGS, save_tiny_model
 
 
@@ -32,7 +34,14 @@ def test_shards_of_every_layout_give_the_folder_back(tmp_path: Path, family: str
         entries = parameter_table(shape, layers=layers.tolist(), **place)
         plans = [
             build_param_plan(
-                shape, tp_rank=rank, tp_size=tp, padded_vocab=padded, layers=list(enumerate(layers.tolist())), **place
+                shape,
+                tp_rank=rank,
+                tp_size=tp,
+                etp_rank=rank,
+                etp_size=tp,
+                padded_vocab=padded,
+                layers=list(enumerate(layers.tolist())),
+                **place,
             )
             for rank in range(tp)
         ]
@@ -146,3 +155,52 @@ def test_llama3_frequencies_are_those_of_transformers(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama", head_dim=128, rope_parameters=scaling)
     found = compute_rotary_frequencies(read_model_shape(tmp_path), device=torch.device("cpu"))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "problem"),
+    [
+        ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "dense layers among mixture-of-experts layers"),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported"),
+        ("qwen3_moe", {"num_experts_per_tok": 5}, "a token cannot go to 5 of 4 experts"),
+    ],
+)
+def test_what_a_mixture_of_experts_cannot_be_is_an_error(
+    tmp_path: Path, family: str, change: dict[str, object], problem: str
+) -> None:
+    save_tiny_model(tmp_path, family)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        read_model_shape(tmp_path)
+
+
+def test_experts_share_a_projection_and_keep_their_own_rows(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "mixtral")
+    shape = read_model_shape(tmp_path)
+    table = parameter_table(shape, layers=[1], embedding=False, final=False, experts=[2, 3])
+    experts = {entry.megatron_name: entry for entry in table if entry.expert is not None}
+    first = experts["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"]
+    second = experts["decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"]
+    assert first.group == second.group == "model.layers.1.mlp.experts.gate_up_proj"
+    assert first.hf_names == (
+        "model.layers.1.block_sparse_moe.experts.2.w1.weight",
+        "model.layers.1.block_sparse_moe.experts.2.w3.weight",
+    )
+    assert (first.expert, second.expert) == (2, 3)
+    assert [expert_range(shape, rank, 2) for rank in range(2)] == [range(2), range(2, 4)]
+    with pytest.raises(ValueError, match=r"4 experts cannot be spread over expert_model_parallel_size 3: 4 % 3 = 1"):
+        expert_range(shape, 0, 3)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "qwen3_moe"])
+def test_a_loaded_model_is_seen_by_the_names_of_its_files(tmp_path: Path, family: str) -> None:
+    model = save_tiny_model(tmp_path, family)
+    shape, reader = read_model_shape(tmp_path), HFReader(tmp_path)
+    views = checkpoint_views({name: weight.detach() for name, weight in model.named_parameters()}, shape)
+    assert sorted(views) == reader.names
+    for name, view in views.items():
+        assert torch.equal(view, reader.read(name)), name
+        view.zero_()
+    assert all(not weight.any() for weight in model.parameters())

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from megatron_logra.rl.advantages import group_advantages
-from megatron_logra.rl.batching import Response, build_microbatches, count_valid_tokens, split_data_parallel
+from megatron_logra.rl.batching import (
+    Response,
+    attach_logprobs,
+    build_microbatches,
+    count_valid_tokens,
+    shard_context,
+    split_data_parallel,
+)
 from megatron_logra.rl.data import PromptStream, Sample, load_dataset
 from megatron_logra.rl.losses import grpo_token_loss
 from megatron_logra.rl.rewards import exact_number, math_verify_reward, score_responses
@@ -87,11 +94,12 @@ def test_micro_batches_list_each_generated_token_once(micro_batch_size: int) -> 
         length = batch.tokens_BT.shape[1]
         assert length % 4 == 0
         flat = batch.tokens_BT.t().reshape(-1)  # sequence first, as Megatron's hidden states
-        for hidden, token, target, sequence, advantage in zip(
-            batch.hidden_index_N, batch.token_index_N, batch.target_N, batch.sequence_N, batch.advantage_N, strict=True
+        assert batch.entry_index_N.tolist() == list(range(batch.num_batch_entries))
+        for hidden, target, sequence, advantage in zip(
+            batch.hidden_index_N, batch.target_N, batch.sequence_N, batch.advantage_N, strict=True
         ):
-            assert flat[hidden] == batch.tokens_BT.reshape(-1)[token]
-            assert batch.tokens_BT.reshape(-1)[token + 1] == target
+            assert hidden % micro_batch_size == sequence
+            assert flat[hidden + micro_batch_size] == target  # one position later in the same row
             found.append((int(batch.response_index_B[sequence]), int(target), float(advantage)))
     wanted = [
         (index, token, float(index))
@@ -176,3 +184,33 @@ def test_a_failing_reward_is_named_and_the_others_are_kept() -> None:
     assert rewards == [1.0, 0.0, 0.0, 0.5]
     assert [failure.position for failure in failures] == [1, 2]
     assert "broken" in failures[0].message and "nan" in failures[1].message
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_context_parallel_parts_are_a_balanced_partition(size: int) -> None:
+    """Every token and entry has one rank; a rank holds chunk `r` and chunk `2 size - 1 - r` of each sequence."""
+    (batch,) = build_microbatches(_responses(), [0.5] * 8, micro_batch_size=8, pad_multiple=2 * size)
+    parts = [shard_context(batch, rank, size) for rank in range(size)]
+    chunk = batch.tokens_BT.shape[1] // (2 * size)
+    for rank, part in enumerate(parts):
+        first, second = part.positions_BT[0].split(chunk)
+        assert first.tolist() == list(range(rank * chunk, (rank + 1) * chunk))
+        assert second[0] == (2 * size - 1 - rank) * chunk and second[-1] == (2 * size - rank) * chunk - 1
+        assert torch.equal(part.tokens_BT, batch.tokens_BT.gather(1, part.positions_BT))
+        assert part.num_batch_entries == batch.num_entries
+        assert torch.equal(part.target_N, batch.target_N[part.entry_index_N])
+        # The predicting position, from the rank's own sequence-first index, is the one in the whole batch.
+        own_position = part.positions_BT[0][part.hidden_index_N // 8]
+        assert torch.equal(own_position * 8 + part.sequence_N, batch.hidden_index_N[part.entry_index_N])
+    assert torch.cat([part.entry_index_N for part in parts]).sort().values.tolist() == list(range(batch.num_entries))
+    values = [[part.advantage_N * 2] for part in parts]
+    filled = [attach_logprobs(_responses(), [p], v, kind="old_logprobs") for p, v in zip(parts, values, strict=True)]
+    for responses in zip(*filled, strict=True):
+        total = [sum(numbers) for numbers in zip(*(response.old_logprobs for response in responses), strict=True)]
+        assert total == [1.0 if responses[0].valid else 0.0] * len(responses[0].response_ids)
+
+
+def test_a_sequence_that_cannot_be_cut_into_chunks_is_an_error() -> None:
+    (batch,) = build_microbatches(_responses(), [0.0] * 8, micro_batch_size=8, pad_multiple=5)
+    with pytest.raises(ValueError, match=r"context_parallel_size 4 chunks: \d+ % 8 = "):
+        shard_context(batch, 0, 4)

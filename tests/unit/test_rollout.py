@@ -84,7 +84,7 @@ def _packet(folder: Path, version: int = 0) -> FactorPacket:
             entries.append(FactorEntry(name, entry.group or "", round_factor(direction, 1.0, RANK)))
     assert len(entries) == len(target_groups(tables))
     widths = group_widths(tables)
-    return FactorPacket(42, version, RANK, "rademacher", widths, version, version + 1, tuple(entries))
+    return FactorPacket(42, version, RANK, "rademacher", widths, version, version + 1, entries=tuple(entries))
 
 
 def test_bf16_engine_stays_the_rounded_fp32_engine(folder: Path) -> None:

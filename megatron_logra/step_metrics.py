@@ -1,0 +1,124 @@
+"""What an update reads from the device and decides by: norms, predicted and actual KL, mismatch, and the step's scale.
+
+All values are global and equal on all ranks. The host reads device values here and nowhere else in an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_logra.kl.controller import KLController
+from megatron_logra.mcore.policy import Policy, TokenOutputs
+from megatron_logra.mcore.tangent import compute_actual_kl
+from megatron_logra.optim.logra import LograOptimizer, UpdateNorms
+from megatron_logra.parallel.guards import find_nonfinite
+from megatron_logra.parallel.reductions import sum_over
+from megatron_logra.parallel.scalars import read_scalars, require_finite
+from megatron_logra.rl.batching import MicroBatch
+
+
+def named_norms(norms: UpdateNorms) -> dict[str, Tensor]:
+    """The norms of a proposed update by the names of their metrics."""
+    named = {
+        "logra/sketch_norm": norms.sketch,
+        "logra/weight_norm": norms.weight,
+        "logra/update_norm": norms.update,
+    }
+    return named if norms.gradient is None else named | {"logra/grad_norm": norms.gradient}
+
+
+def read_step(
+    policy: Policy,
+    optimizer: LograOptimizer | None,
+    values: Mapping[str, Tensor],
+    predicted: Tensor | None,
+    probe_batch: MicroBatch,
+    batches: Sequence[MicroBatch],
+    outputs: Sequence[TokenOutputs],
+) -> dict[str, float]:
+    """Metrics of an update before it is applied.
+
+    Args:
+        values: global 0-d tensors by metric name.
+        predicted: this rank's sum of the predicted KL over its probe entries; None without sketches.
+
+    Raises:
+        FloatingPointError: on all ranks when a value is not finite.
+    """
+    groups = policy.groups
+    local = torch.zeros(4, dtype=torch.float64, device=policy.device)
+    if groups.is_last_stage and groups.tp_rank == 0:
+        finished = [batch.finished_B[batch.sequence_N] for batch in batches]
+        gaps = [
+            (batch.generation_logprob_N - output.logprob_N).double() * mask
+            for batch, output, mask in zip(batches, outputs, finished, strict=True)
+        ]
+        local = torch.stack(
+            [
+                local[0] if predicted is None else predicted,
+                torch.full_like(local[0], probe_batch.num_entries),
+                torch.stack([gap.sum() for gap in gaps]).sum(),
+                torch.stack([mask.sum() for mask in finished]).sum().double(),
+            ]
+        )
+    kl_sum, kl_tokens, gap_sum, gap_tokens, *read = read_scalars(
+        *sum_over(local, groups.world).unbind(), *values.values()
+    )
+    metrics = {} if predicted is None else {"logra/predicted_kl": kl_sum / kl_tokens}
+    metrics |= {"logra/mismatch": gap_sum / gap_tokens if gap_tokens else 0.0}
+    metrics |= dict(zip(values, read, strict=True))
+    require_finite(metrics, where=lambda: _nonfinite_groups(policy, optimizer))
+    return metrics
+
+
+def _nonfinite_groups(policy: Policy, optimizer: LograOptimizer | None) -> list[str]:
+    """Projection groups whose sketch is not finite on any rank. Collective; called when something is not finite."""
+    if optimizer is None:
+        return []
+    is_bad = torch.zeros(len(policy.target_groups), dtype=torch.bool, device=policy.device)
+    place = {group: index for index, group in enumerate(policy.target_groups)}
+    for target in optimizer.buffer.targets:
+        is_bad[place[target.group]] |= ~optimizer.row_is_finite[target.rows].all()
+    return find_nonfinite(policy.target_groups, is_bad, policy.groups.world)
+
+
+def choose_alpha(
+    controller: KLController | None, update: int, metrics: dict[str, float], observe_mismatch: bool
+) -> float:
+    """Factor of the proposed update; what led to it is added to `metrics`."""
+    predicted = metrics["logra/predicted_kl"]
+    alpha = 1.0
+    if controller is not None:
+        if observe_mismatch:
+            controller.observe_mismatch(metrics["logra/mismatch"])
+        alpha = controller.step_scale(predicted, update)
+        metrics["logra/effective_budget"] = controller.effective_budget(update)
+        metrics["logra/mismatch_ema"] = controller.mismatch_ema
+    metrics["logra/alpha"] = alpha
+    metrics["logra/scaled_predicted_kl"] = alpha * alpha * predicted
+    metrics["logra/update_ratio"] = alpha * metrics["logra/update_norm"] / metrics["logra/weight_norm"]
+    return alpha
+
+
+def measure_kl(
+    policy: Policy,
+    probe_batch: MicroBatch,
+    hidden_before: Tensor | None,
+    temperature: float,
+    metrics: dict[str, float],
+) -> dict[str, float]:
+    """Exact KL of the update just made, over the probe, and its ratio to the scaled prediction."""
+    groups = policy.groups
+    hidden_after = policy.compute_hidden(probe_batch)
+    local = torch.zeros(2, dtype=torch.float64, device=probe_batch.tokens_BT.device)
+    if hidden_before is not None and hidden_after is not None:
+        total = compute_actual_kl(policy, hidden_before, hidden_after, temperature=temperature)
+        if groups.tp_rank == 0:
+            local = torch.stack([total, torch.full_like(total, probe_batch.num_entries)])
+    kl_sum, kl_tokens = read_scalars(*sum_over(local, groups.world).unbind())
+    scaled = metrics.get("logra/scaled_predicted_kl", 0.0)
+    actual = kl_sum / kl_tokens
+    return {"logra/actual_kl": actual} | ({"logra/actual_over_predicted_kl": actual / scaled} if scaled > 0 else {})
