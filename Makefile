@@ -25,7 +25,7 @@ lint: setup  ## Check style, types and the direction of imports
 
 test: lint  ## Check everything and run all tests
 	$(BIN)/python tools/prepare_smollm2.py --output $(MODEL)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2
 
 clean:  ## Remove the environment, caches and runs
 	rm -rf .venv .cache runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
