@@ -199,16 +199,23 @@ class KLConfig:
     )
     kl_estimator: Literal["jvp"] = setting("jvp", help="how the KL is predicted (jvp: forward-mode derivative)")
     kl_budget: float = setting(2e-4, help="KL that the first update may cost", unit="nats per token")
-    kl_budget_final: float = setting(2e-5, help="KL that the last update may cost", unit="nats per token")
-    kl_schedule_steps: int = setting(
-        300, help="updates over which the budget falls (cosine) from first to last", unit="updates"
+    kl_schedule: Literal["cosine", "linear", "constant"] = setting(
+        "cosine", help="how the budget falls from first to last; constant: it stays at --kl-budget"
     )
+    kl_budget_final: float = setting(2e-5, help="KL that the last update may cost", unit="nats per token")
+    kl_schedule_steps: int = setting(300, help="updates over which the budget falls from first to last", unit="updates")
     kl_alpha_max: float = setting(3.0, help="largest factor by which a proposed update is scaled")
     kl_probe_responses: int = setting(
         2, help="responses of each data-parallel rank that the prediction uses", unit="responses"
     )
     kl_probe_max_tokens: int = setting(
         4096, help="bound on the tokens of those responses, on each data-parallel rank", unit="tokens"
+    )
+    kl_probe_interval: int = setting(
+        1,
+        help="predict the KL of every so many updates only; in between the last ratio of predicted KL to squared norm "
+        "of the update is used again",
+        unit="updates",
     )
     kl_mismatch_weight: float = setting(
         0.3, help="weight of the newest value in the average generation mismatch; 0 ignores the mismatch"

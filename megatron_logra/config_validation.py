@@ -215,7 +215,7 @@ def _check_optimizer(config: Config) -> Iterator[str]:
 
 def _check_kl(config: Config) -> Iterator[str]:
     kl = config.kl
-    if config.is_kl_controlled and kl.kl_budget_final > kl.kl_budget:
+    if config.is_kl_controlled and kl.kl_schedule != "constant" and kl.kl_budget_final > kl.kl_budget:
         yield (
             f"kl_budget_final {kl.kl_budget_final} is more than kl_budget {kl.kl_budget}, but the budget falls from "
             f"first to last: set --kl-budget-final to at most {kl.kl_budget}"
@@ -230,13 +230,13 @@ def _check_without_effect(config: Config) -> Iterator[str]:
         for name in config.flat()
         if name.startswith("kl_") and name not in ("kl_control", "kl_measure_interval") and "probe" not in name
     )
-    constant = not off and kl.kl_budget == kl.kl_budget_final
+    constant = not off and kl.kl_schedule != "constant" and kl.kl_budget == kl.kl_budget_final
     adam = optimizer.optimizer == "adam"
     logra_names = tuple(name for name in config.flat() if name.startswith("logra_"))
     rate_names = ("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "lr_decay_style", "weight_decay", "clip_grad")
     rules: tuple[tuple[bool, tuple[str, ...], str, str], ...] = (
         (off and not adam, budget_names, "kl_control off", "give --kl-control predicted"),
-        (adam, (*budget_names, *logra_names), "optimizer adam", "give --optimizer logra"),
+        (adam, (*budget_names, "kl_probe_interval", *logra_names), "optimizer adam", "give --optimizer logra"),
         (
             not config.has_learning_rate,
             rate_names,
@@ -267,6 +267,12 @@ def _check_without_effect(config: Config) -> Iterator[str]:
             ("use_distributed_optimizer",),
             "float32 weights, which are their own masters",
             "give --bf16",
+        ),
+        (
+            not off and kl.kl_schedule == "constant",
+            ("kl_budget_final", "kl_schedule_steps"),
+            "kl_schedule constant",
+            "give --kl-schedule cosine",
         ),
         (constant, ("kl_schedule_steps",), "kl_budget_final = kl_budget", "give another --kl-budget-final"),
         (

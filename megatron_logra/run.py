@@ -5,7 +5,7 @@ All checks that need files or the model happen here, before anything is written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_logra.config import Config
 from megatron_logra.config_layout import ModelSizes, validate_model_parallel
 from megatron_logra.hf.config import ModelShape, read_model_shape
 from megatron_logra.hf.safetensors_io import HFReader, validate_checkpoint
+from megatron_logra.kl.calibration import CalibrationWatch
 from megatron_logra.kl.controller import KLController
 from megatron_logra.loggers.base import LoggerGroup
 from megatron_logra.mcore.build import (
@@ -88,6 +89,7 @@ class Run:
     sender: PolicySender
     timers: Timers
     loggers: LoggerGroup
+    calibration: CalibrationWatch = field(default_factory=CalibrationWatch)
     step: int = 0
 
     @property
@@ -255,7 +257,7 @@ def _stop_token_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _sizes(shape: ModelShape) -> ModelSizes:
-    return ModelSizes(**{field.name: getattr(shape, field.name) for field in fields(ModelSizes)})
+    return ModelSizes(**{leaf.name: getattr(shape, leaf.name) for leaf in fields(ModelSizes)})
 
 
 def _policy_settings(config: Config, shape: ModelShape) -> PolicySettings:
@@ -335,6 +337,7 @@ def _build_controller(config: Config) -> KLController:
         budget=kl.kl_budget,
         budget_final=kl.kl_budget_final,
         schedule_steps=kl.kl_schedule_steps,
+        schedule=kl.kl_schedule,
         alpha_max=kl.kl_alpha_max,
         mismatch_weight=kl.kl_mismatch_weight,
         budget_floor=kl.kl_budget_floor,

@@ -85,6 +85,16 @@ def _nonfinite_groups(policy: Policy, optimizer: LograOptimizer | None) -> list[
     return find_nonfinite(policy.target_groups, is_bad, policy.groups.world)
 
 
+def complete_prediction(optimizer: LograOptimizer, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The predicted KL of an update, from the probe or, between probes, from its norm; and which of the two it is."""
+    square = metrics["logra/update_norm"] ** 2
+    if "logra/predicted_kl" not in metrics:
+        assert optimizer.kl_per_square_norm is not None
+        return {"logra/predicted_kl": optimizer.kl_per_square_norm * square, "logra/kl_probed": 0.0}
+    optimizer.kl_per_square_norm = metrics["logra/predicted_kl"] / square if square > 0 else None
+    return {"logra/kl_probed": 1.0}
+
+
 def choose_alpha(
     controller: KLController | None, update: int, metrics: dict[str, float], observe_mismatch: bool
 ) -> float:

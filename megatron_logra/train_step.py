@@ -42,7 +42,7 @@ from megatron_logra.rl.batching import (
 from megatron_logra.rl.losses import grpo_token_loss
 from megatron_logra.rl.selection import select_informative
 from megatron_logra.sketch.target import SketchTarget
-from megatron_logra.step_metrics import choose_alpha, measure_kl, named_norms, read_step
+from megatron_logra.step_metrics import choose_alpha, complete_prediction, measure_kl, named_norms, read_step
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ def train_step(
     on_sketch: Callable[[LograOptimizer], None] = lambda optimizer: None,
     on_factor: Callable[[SketchTarget, Tensor], None] = lambda target, factor: None,
     observe_mismatch: bool = True,
+    predict: bool = True,
     measure: bool = False,
     timers: Timers | None = None,
     dense: DenseOptimizer | None = None,
@@ -108,6 +109,8 @@ def train_step(
         on_factor: receives each target with its factor `U` after it was merged, for the rollout engines.
         observe_mismatch: let the controller see generation against trainer log-probabilities; only true for the first
             update of a batch of rollouts, since later ones train another policy than the one that sampled.
+        predict: predict the KL on the probe; otherwise use the last ratio of predicted KL to squared norm of the update
+            again, once there is one.
         measure: evaluate the probe again after the update and report the actual KL.
         dense: of all other weights; None when they are frozen.
 
@@ -145,13 +148,15 @@ def train_step(
         reduce_sketches_(optimizer.buffer, policy.groups)
         on_sketch(optimizer)
         values |= named_norms(optimizer.compute_direction_())
-        with timed("kl_probe"):
-            predicted = compute_predicted_kl(policy, probe_batch, temperature=settings.temperature)
+        if predict or optimizer.kl_per_square_norm is None:
+            with timed("kl_probe"):
+                predicted = compute_predicted_kl(policy, probe_batch, temperature=settings.temperature)
     with timed("kl_probe"):  # waits for the device, which is still at the probe
         metrics = read_step(policy, optimizer, values, predicted, probe_batch, batches, outputs)
     hidden_before = policy.compute_hidden(probe_batch) if measure else None
 
     if optimizer is not None:
+        metrics |= complete_prediction(optimizer, metrics)
         alpha = choose_alpha(controller, optimizer.num_updates, metrics, observe_mismatch)
         for target, factor in optimizer.merge_(alpha):
             on_factor(target, factor)

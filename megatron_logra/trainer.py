@@ -185,10 +185,15 @@ def update(
         probe=ProbeSettings(config.kl.kl_probe_responses, config.kl.kl_probe_max_tokens),
         on_factor=lambda target, factor: factors.update({target.name: factor}),
         observe_mismatch=is_first,
+        predict=run.version % config.kl.kl_probe_interval == 0,
         measure=interval is not None and (run.version + 1) % interval == 0,
         timers=run.timers,
         dense=run.dense,
     )
+    ratio = outcome.metrics.get("logra/actual_over_predicted_kl")
+    advice = None if ratio is None else run.calibration.observe(ratio)
+    if advice is not None:
+        _log.warning("%s", advice)
     check = config.optimizer.logra_check_interval
     if check is not None and run.version % check == 0:
         check_replicas(run.policy)
@@ -273,6 +278,8 @@ def load_state(run: Run, folder: Path) -> dict[str, Any]:
         raise SetUpError(str(error)) from error
     run.step = int(state["step"])
     run.controller.load_state_dict(state["controller"])
+    if run.optimizer is not None:
+        run.optimizer.kl_per_square_norm = state["kl_per_square_norm"]
     synchronise_full(run)
     return state
 
@@ -305,6 +312,7 @@ def save(run: Run) -> None:
         "num_updates": run.version,
         "data": run.inputs.stream.state_dict(),
         "controller": run.controller.state_dict(),
+        "kl_per_square_norm": None if run.optimizer is None else run.optimizer.kl_per_square_norm,
         "wandb_run_id": run.loggers.wandb_run_id,
     }
     with run.timers("save"):

@@ -1,7 +1,7 @@
 """Decides how far an update may go: a KL budget, its schedule, and the correction for generation mismatch.
 
     alpha   = min(alpha_max, sqrt(budget / KL_pred))            the KL grows with the square of the step
-    budget  = cosine from `budget` to `budget_final` over the first `schedule_steps` updates
+    budget  = cosine or linear from `budget` to `budget_final` over the first `schedule_steps` updates, or constant
     ema     = (1 - w) ema + w max(0, mean(generation logprob - trainer logprob))
     allowed = max(floor * budget, budget - ema)
 
@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
+
+BudgetSchedule = Literal["cosine", "linear", "constant"]
 
 
 def step_scale(predicted_kl: float, *, budget: float, alpha_max: float = 3.0) -> float:
@@ -33,11 +36,20 @@ def step_scale(predicted_kl: float, *, budget: float, alpha_max: float = 3.0) ->
     return min(alpha_max, math.sqrt(budget / predicted_kl))
 
 
-def scheduled_budget(update: int, *, budget: float, budget_final: float, schedule_steps: int) -> float:
-    """Budget of update number `update` (from 0), falling as half a cosine and constant afterwards."""
+def scheduled_budget(
+    update: int, *, budget: float, budget_final: float, schedule_steps: int, schedule: BudgetSchedule = "cosine"
+) -> float:
+    """Budget of update number `update` (from 0), falling as half a cosine or a line and constant afterwards.
+
+    With `constant` it is `budget` throughout.
+    """
     if update < 0 or schedule_steps < 1:
         raise ValueError(f"update {update} must be at least 0 and schedule_steps {schedule_steps} at least 1")
     progress = min(1.0, update / max(1, schedule_steps - 1))
+    if schedule == "constant":
+        return budget
+    if schedule == "linear":
+        return budget + (budget_final - budget) * progress
     return budget_final + (budget - budget_final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -51,6 +63,7 @@ class KLController:
     budget: float = 2e-4
     budget_final: float = 2e-5
     schedule_steps: int = 300
+    schedule: BudgetSchedule = "cosine"
     alpha_max: float = 3.0
     mismatch_weight: float = 0.3
     budget_floor: float = 0.5
@@ -69,6 +82,7 @@ class KLController:
             budget=self.budget,
             budget_final=self.budget_final,
             schedule_steps=self.schedule_steps,
+            schedule=self.schedule,
         )
         return max(self.budget_floor * scheduled, scheduled - self.mismatch_ema)
 

@@ -113,6 +113,8 @@ class LograOptimizer:
         self.settings = settings
         self.num_updates = 0
         self.last_update = MadeUpdate(0, 1.0)
+        # Last predicted KL over the squared norm of its update, for the updates in between probes.
+        self.kl_per_square_norm: float | None = None
         self._decay = 0.0
         device = buffer.flat.device
         self.moment2 = torch.zeros(buffer.flat.shape[0], dtype=buffer.flat.dtype, device=device)

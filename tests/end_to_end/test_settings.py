@@ -29,6 +29,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "rule lr": (2, [*TP2_SP, *BF16, "--logra-rule", "lr", "--lr", "1e-4", "--weight-decay", "0.1", "--clip-grad", "1"]),
     "rule sgd": (2, [*PP2, "--logra-rule", "sgd", "--lr", "1e-3", "--lr-decay-style", "cosine"]),
     "gaussian": (2, [*TP2_SP, "--logra-distribution", "gaussian", "--logra-refresh-interval", "2"]),
+    "probe in intervals": (2, [*PP2, "--kl-probe-interval", "2", "--kl-schedule", "linear"]),
     "cached projections": (2, [*PP2, *BF16, "--logra-projection-cache"]),
     "selective recomputation": (2, [*TP2_SP, "--recompute-granularity", "selective", "--recompute-modules", "mlp"]),
     "full synchronisation": (2, [*BF16, "--use-distributed-optimizer", "--sync", "full"]),
@@ -45,6 +46,12 @@ def test_the_engine_follows_every_setting(inputs: Path, name: str) -> None:
         assert result["version"] == 3
     metrics = results[0]["metrics"][-1]
     assert metrics["logra/predicted_kl"] > 0
+    if name == "probe in intervals":
+        first, between, last = results[0]["metrics"]
+        assert [step["logra/kl_probed"] for step in (first, between, last)] == [1.0, 0.0, 1.0]
+        # The rule `paper` makes updates of equal norm, so the prediction is simply the last one again.
+        assert between["logra/predicted_kl"] == pytest.approx(first["logra/predicted_kl"], rel=1e-3)
+        assert last["logra/predicted_kl"] != pytest.approx(first["logra/predicted_kl"], rel=1e-3)
     if more:
         assert metrics["comm/sketch/dp_cp/all_reduce_bytes"] > 0 and metrics["comm/total_bytes"] > 0
 
