@@ -197,7 +197,12 @@ class KLConfig:
         "predicted",
         help="predicted: scale each update to meet the budget; off: take every update as proposed",
     )
-    kl_estimator: Literal["jvp"] = setting("jvp", help="how the KL is predicted (jvp: forward-mode derivative)")
+    kl_estimator: Literal["jvp", "fisher", "auto"] = setting(
+        "auto",
+        help="how the KL is predicted: jvp, exactly, by the forward-mode derivative; fisher, estimated by backward "
+        "passes from drawn labels; auto: jvp, which every layer here has",
+    )
+    kl_fisher_draws: int = setting(8, help="labels that --kl-estimator fisher draws at each position of the probe")
     kl_budget: float = setting(2e-4, help="KL that the first update may cost", unit="nats per token")
     kl_schedule: Literal["cosine", "linear", "constant"] = setting(
         "cosine", help="how the budget falls from first to last; constant: it stays at --kl-budget"

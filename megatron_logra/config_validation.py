@@ -214,7 +214,10 @@ def _check_optimizer(config: Config) -> Iterator[str]:
 
 
 def _check_kl(config: Config) -> Iterator[str]:
-    kl = config.kl
+    kl, optimizer = config.kl, config.optimizer
+    if kl.kl_estimator == "fisher" and (optimizer.weight_decay > 0 or optimizer.logra_train_non_targets):
+        what = "weight_decay" if optimizer.weight_decay > 0 else "logra_train_non_targets"
+        yield f"kl_estimator fisher takes no {what}, which its backward passes would miss: give --kl-estimator jvp"
     if config.is_kl_controlled and kl.kl_schedule != "constant" and kl.kl_budget_final > kl.kl_budget:
         yield (
             f"kl_budget_final {kl.kl_budget_final} is more than kl_budget {kl.kl_budget}, but the budget falls from "
@@ -273,6 +276,12 @@ def _check_without_effect(config: Config) -> Iterator[str]:
             ("kl_budget_final", "kl_schedule_steps"),
             "kl_schedule constant",
             "give --kl-schedule cosine",
+        ),
+        (
+            kl.kl_estimator != "fisher",
+            ("kl_fisher_draws",),
+            f"kl_estimator {kl.kl_estimator}",
+            "give --kl-estimator fisher",
         ),
         (constant, ("kl_schedule_steps",), "kl_budget_final = kl_budget", "give another --kl-budget-final"),
         (

@@ -5,6 +5,7 @@ All values are global and equal on all ranks. The host reads device values here 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -35,6 +36,7 @@ def read_step(
     optimizer: LograOptimizer | None,
     values: Mapping[str, Tensor],
     predicted: Tensor | None,
+    variance: Tensor | None,
     probe_batch: MicroBatch,
     batches: Sequence[MicroBatch],
     outputs: Sequence[TokenOutputs],
@@ -43,13 +45,14 @@ def read_step(
 
     Args:
         values: global 0-d tensors by metric name.
-        predicted: this rank's sum of the predicted KL over its probe entries; None without sketches.
+        predicted: this rank's sum of the predicted KL over its probe entries; None when it was not predicted.
+        variance: of that sum, if it is an estimate.
 
     Raises:
         FloatingPointError: on all ranks when a value is not finite.
     """
     groups = policy.groups
-    local = torch.zeros(4, dtype=torch.float64, device=policy.device)
+    local = torch.zeros(5, dtype=torch.float64, device=policy.device)
     if groups.is_last_stage and groups.tp_rank == 0:
         finished = [batch.finished_B[batch.sequence_N] for batch in batches]
         gaps = [
@@ -62,12 +65,15 @@ def read_step(
                 torch.full_like(local[0], probe_batch.num_entries),
                 torch.stack([gap.sum() for gap in gaps]).sum(),
                 torch.stack([mask.sum() for mask in finished]).sum().double(),
+                local[0] if variance is None else variance,
             ]
         )
-    kl_sum, kl_tokens, gap_sum, gap_tokens, *read = read_scalars(
+    kl_sum, kl_tokens, gap_sum, gap_tokens, variance_sum, *read = read_scalars(
         *sum_over(local, groups.world).unbind(), *values.values()
     )
     metrics = {} if predicted is None else {"logra/predicted_kl": kl_sum / kl_tokens}
+    if variance is not None:
+        metrics["logra/predicted_kl_std_error"] = math.sqrt(variance_sum) / kl_tokens
     metrics |= {"logra/mismatch": gap_sum / gap_tokens if gap_tokens else 0.0}
     metrics |= dict(zip(values, read, strict=True))
     require_finite(metrics, where=lambda: _nonfinite_groups(policy, optimizer))

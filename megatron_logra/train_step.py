@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_logra.kl.controller import KLController
 from megatron_logra.mcore.dense import DenseOptimizer
+from megatron_logra.mcore.fisher import FisherEstimate, compute_fisher_kl
 from megatron_logra.mcore.policy import Policy, TokenOutputs
 from megatron_logra.mcore.tangent import compute_predicted_kl
 from megatron_logra.metrics import Timers
@@ -63,10 +64,16 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """The responses of each data-parallel rank on which the KL of an update is predicted."""
+    """The responses of each data-parallel rank on which the KL of an update is predicted, and how.
+
+    `estimator` is `jvp` (exact) or `fisher` (estimated from `draws` drawn labels a position, seeded by `seed`).
+    """
 
     num_responses: int = 2
     max_tokens: int = 4096
+    estimator: str = "jvp"
+    draws: int = 8
+    seed: int = 0
 
 
 @dataclass
@@ -133,7 +140,8 @@ def train_step(
         [advantages[index] for index in trained],
         micro_batch_size=settings.micro_batch_size,
     )
-    probe_batch = _build_probe(policy, responses, probe)
+    probe_responses = _choose_probe(policy, responses, probe)
+    probe_batch = _build_probe(policy, probe_responses)
 
     loss_sums: dict[str, Tensor] = {}
     if dense is not None:
@@ -143,16 +151,20 @@ def train_step(
     )
     grad_norm = None if dense is None else dense.reduce_gradients_()
     values: dict[str, Tensor] = {} if grad_norm is None else {"actor/grad_norm": grad_norm}
-    predicted = None
+    predicted = variance = None
     if optimizer is not None:
         reduce_sketches_(optimizer.buffer, policy.groups)
         on_sketch(optimizer)
         values |= named_norms(optimizer.compute_direction_())
         if predict or optimizer.kl_per_square_norm is None:
             with timed("kl_probe"):
-                predicted = compute_predicted_kl(policy, probe_batch, temperature=settings.temperature)
+                if probe.estimator == "fisher":
+                    estimate = _estimate_by_fisher(policy, probe_responses, probe, optimizer.num_updates, settings)
+                    predicted, variance = estimate.total, estimate.variance
+                else:
+                    predicted = compute_predicted_kl(policy, probe_batch, temperature=settings.temperature)
     with timed("kl_probe"):  # waits for the device, which is still at the probe
-        metrics = read_step(policy, optimizer, values, predicted, probe_batch, batches, outputs)
+        metrics = read_step(policy, optimizer, values, predicted, variance, probe_batch, batches, outputs)
     hidden_before = policy.compute_hidden(probe_batch) if measure else None
 
     if optimizer is not None:
@@ -197,11 +209,28 @@ def build_own_batches(
     return own, [part.to(policy.device) for part in parts]
 
 
-def _build_probe(policy: Policy, responses: Sequence[Response], probe: ProbeSettings) -> MicroBatch:
-    """This rank's share of the first `num_responses * dp` responses of the batch, cut to the probe's tokens."""
+def _choose_probe(policy: Policy, responses: Sequence[Response], probe: ProbeSettings) -> list[Response]:
+    """The first `num_responses * dp` responses of the batch, cut to the probe's tokens."""
     size = policy.groups.dp_size
     first = responses[: min(probe.num_responses * size, len(responses))]
-    chosen = select_probe_responses(first, num_responses=len(first), max_tokens=probe.max_tokens * size)
+    return select_probe_responses(first, num_responses=len(first), max_tokens=probe.max_tokens * size)
+
+
+def _estimate_by_fisher(
+    policy: Policy, chosen: Sequence[Response], probe: ProbeSettings, update: int, settings: UpdateSettings
+) -> FisherEstimate:
+    """The Fisher form on this rank's probe responses; a response's numbers depend on its place in the probe only."""
+    own, batches = build_own_batches(policy, chosen, [0.0] * len(chosen), micro_batch_size=1)
+    uniforms = []
+    for index in own:
+        generator = torch.Generator().manual_seed((probe.seed * 1_000_003 + update) * 1_000_003 + index)
+        size = (probe.draws, len(chosen[index].response_ids))
+        uniforms.append(torch.rand(size, generator=generator, dtype=torch.float64))
+    return compute_fisher_kl(policy, batches, uniforms, temperature=settings.temperature)
+
+
+def _build_probe(policy: Policy, chosen: Sequence[Response]) -> MicroBatch:
+    """This rank's share of the probe as one micro-batch."""
     # Ranks that share experts bring equally many tokens to the tangent pass (mcore.moe).
     same_length = policy.shape.num_experts is not None
     _, (batch,) = build_own_batches(policy, chosen, [0.0] * len(chosen), same_length=same_length)

@@ -42,6 +42,16 @@ from megatron_logra.parallel.traffic import purpose
 from megatron_logra.sketch.target import SketchTarget
 
 
+def record_backward_(target: SketchTarget, grad_out_TO: Tensor, projected_TR: Tensor) -> None:
+    """What a backward pass leaves behind in the current phase: a share of the sketch, or of the update's score."""
+    if target.phase.current == "score":
+        assert target.phase.score is not None
+        direction_OR = target.require_sketch().to(grad_out_TO.dtype)
+        target.phase.score -= ((grad_out_TO @ direction_OR) * projected_TR).sum(dtype=torch.float64)
+    else:
+        accumulate_sketch_(target.require_sketch(), grad_out_TO, projected_TR)
+
+
 def accumulate_sketch_(sketch_OR: Tensor, grad_out_TO: Tensor, projected_TR: Tensor) -> None:
     """Add `dY^T P` to the sketch with fp32 (or wider) accumulation, in place and without collectives."""
     wide = sketch_OR.dtype
@@ -98,7 +108,7 @@ class _SketchedColumnLinear(torch.autograd.Function):
         wait_for_grad_in = start(grad_in, ctx.group)
         grad_out_TO = grad_out.reshape(-1, grad_out.shape[-1])
         projected = _gather_projected(projected, grad_out_TO.shape[0], ctx.group)
-        accumulate_sketch_(ctx.target.require_sketch(), grad_out_TO, projected)
+        record_backward_(ctx.target, grad_out_TO, projected)
         return wait_for_grad_in(), None, None, None, None
 
 
@@ -117,7 +127,7 @@ class _SketchedLocalLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
         weight, projected = ctx.saved_tensors
-        accumulate_sketch_(ctx.target.require_sketch(), grad_out.reshape(-1, grad_out.shape[-1]), projected)
+        record_backward_(ctx.target, grad_out.reshape(-1, grad_out.shape[-1]), projected)
         return grad_out @ weight, None, None
 
 
@@ -160,7 +170,7 @@ class SketchedColumnParallelLinear(ColumnParallelLinear):
         phase = target.phase.current
         if phase == "tangent":
             return self._tangent_forward(x, target)
-        if phase == "accumulate" and torch.is_grad_enabled():
+        if target.phase.records and torch.is_grad_enabled():
             if self.is_expert:
                 return _SketchedLocalLinear.apply(x, self.weight, target)
             return _SketchedColumnLinear.apply(x, self.weight, target, self.tp_group, self.sequence_parallel)
@@ -204,7 +214,7 @@ class SketchedRowParallelLinear(RowParallelLinear):
         if self.target is not None and phase == "tangent":
             projected = project(forward_ad.unpack_dual(input_).primal, self.target)
             output = add_update_tangent(F.linear(input_, self.weight), projected, self.target)
-        elif self.target is not None and phase == "accumulate" and torch.is_grad_enabled():
+        elif self.target is not None and self.target.phase.records and torch.is_grad_enabled():
             output = _SketchedLocalLinear.apply(input_, self.weight, self.target)
         else:
             output = F.linear(input_, self.weight)

@@ -1,6 +1,7 @@
 """What is known of one sketched weight on one rank, and the phase that all of them are in.
 
     accumulate   backward adds  S_OR += dY_TO^T P_TR  with  P_TR = X_TI A_RI^T
+    score        backward adds  -<dY^T P, D>  to one number, the score of the proposed update
     tangent      forward mode carries  dY_TO = ... - P_TR D_OR^T  for the proposed update  W -> W - D A
     off          an ordinary linear layer
 
@@ -18,15 +19,24 @@ from torch import Tensor
 
 from megatron_logra.sketch.projection import Projection
 
-Phase = Literal["off", "accumulate", "tangent"]
+Phase = Literal["off", "accumulate", "score", "tangent"]
 Sharding = Literal["column", "row"]
 
 
 class SketchPhase:
-    """The phase shared by all targets of a model; changed only through `during`."""
+    """The phase shared by all targets of a model; changed only through `during`.
+
+    `score` is the fp64 0-d number that backward adds to in the phase of that name.
+    """
 
     def __init__(self) -> None:
         self.current: Phase = "off"
+        self.score: Tensor | None = None
+
+    @property
+    def records(self) -> bool:
+        """Whether a backward pass needs the projected input."""
+        return self.current in ("accumulate", "score")
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:

@@ -21,7 +21,14 @@ from megatron_logra.optim.logra import LograOptimizer, LograSettings
 from megatron_logra.optim.schedule import LearningRateSchedule
 from megatron_logra.parallel.traffic import TrafficCounter
 from megatron_logra.rl.advantages import response_advantages
-from megatron_logra.train_step import ProbeSettings, UpdateSettings, _build_probe, build_own_batches, train_step
+from megatron_logra.train_step import (
+    ProbeSettings,
+    UpdateSettings,
+    _build_probe,
+    _choose_probe,
+    build_own_batches,
+    train_step,
+)
 from tests.distributed.layouts import Layout, build_weights, make_responses
 from tests.distributed.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
@@ -69,7 +76,7 @@ def _count(rank: int, world_size: int, folder: Path, layout: Layout) -> tuple[di
     with TrafficCounter(policy.groups.labels()) as counter:
         _step(policy, optimizer)
     records = {tuple(key): record.num_bytes for key, record in counter.records.items()}
-    probe = _build_probe(policy, responses, ProbeSettings(num_responses=2))
+    probe = _build_probe(policy, _choose_probe(policy, responses, ProbeSettings(num_responses=2)))
     return records, batches[0].tokens_BT.numel() * len(batches) + probe.tokens_BT.numel()
 
 

@@ -14,6 +14,7 @@ import torch
 
 from megatron_logra.hf.config import read_model_shape
 from megatron_logra.hf.table import full_table
+from megatron_logra.mcore.initialize import shutdown_model_parallel
 from tests.distributed.layouts import Layout, join_blocks, make_responses, run_steps
 from tests.distributed.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
@@ -73,7 +74,8 @@ CASES = [
     ("qwen2_moe", Layout(pp=2, vpp=2, dp=2, ep=2)),
 ]
 NAMES = [f"{model}-{layout}" for model, layout in CASES]
-Reference = dict[str, Any]
+TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
+Results = dict[torch.dtype, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -85,68 +87,66 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[tuple[str, torch.dtype], Reference]:
-    """Results on one rank, made when first needed."""
+def references() -> dict[str, Results]:
+    """Results on one rank by model, made when first needed."""
     return {}
 
 
-def _reference(
-    references: dict[tuple[str, torch.dtype], Reference], folder: Path, dtype: torch.dtype
-) -> tuple[Reference, float]:
-    key = (folder.name, dtype)
-    if key not in references:
-        references[key] = _whole(run_ranks(1, _run, folder, Layout(), dtype), folder)
-    return references[key], 1e-10 if dtype == torch.float64 else 1e-5
+def _reference(references: dict[str, Results], folder: Path) -> Results:
+    if folder.name not in references:
+        references[folder.name] = _whole(run_ranks(1, _run, folder, Layout()), folder)
+    return references[folder.name]
 
 
-def _run(rank: int, world_size: int, folder: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
-    return run_steps(rank, world_size, folder, layout, make_responses(), dtype=dtype)
+def _run(rank: int, world_size: int, folder: Path, layout: Layout) -> Results:
+    results: Results = {}
+    for dtype in TOLERANCES:
+        results[dtype] = run_steps(rank, world_size, folder, layout, make_responses(), dtype=dtype)
+        shutdown_model_parallel()
+    return results
 
 
-def _whole(results: list[dict[str, Any]], folder: Path) -> Reference:
+def _whole(results: list[Results], folder: Path) -> Results:
     table = full_table(read_model_shape(folder))
     shapes: dict[str, Any] = {name: size for entry in table for name, size in entry.hf_shapes.items()}
     return {
-        "steps": results[0]["steps"],
-        "sketches": join_blocks(results, "sketches", shapes),
-        "weights": join_blocks(results, "weights", shapes),
+        dtype: {
+            "steps": results[0][dtype]["steps"],
+            "sketches": join_blocks([result[dtype] for result in results], "sketches", shapes),
+            "weights": join_blocks([result[dtype] for result in results], "weights", shapes),
+        }
+        for dtype in TOLERANCES
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=NAMES)
 def test_every_layout_makes_the_same_update(
-    folders: dict[str, Path],
-    references: dict[tuple[str, torch.dtype], Reference],
-    model: str,
-    layout: Layout,
-    dtype: torch.dtype,
+    folders: dict[str, Path], references: dict[str, Results], model: str, layout: Layout
 ) -> None:
     folder = folders[model]
-    expected, tolerance = _reference(references, folder, dtype)
-    results = run_ranks(layout.world_size, _run, folder, layout, dtype)
-
-    assert len(results[0]["steps"]) == 2
-    for found, wanted in zip(results[0]["steps"], expected["steps"], strict=True):
-        assert found.keys() == wanted.keys()
-        for name in wanted:
-            assert found[name] == pytest.approx(wanted[name], rel=tolerance), name
-    # The ranks decide by reduced numbers only, so they agree to the last bit.
-    assert all(result["steps"] == results[0]["steps"] for result in results)
-
-    whole = _whole(results, folder)
-    for kind in ("sketches", "weights"):
-        assert whole[kind].keys() == expected[kind].keys()
-        for name, tensor in whole[kind].items():
-            size = expected[kind][name].norm()
-            assert (tensor - expected[kind][name]).norm() <= tolerance * size, f"{kind} of {name}"
+    reference = _reference(references, folder)
+    results = run_ranks(layout.world_size, _run, folder, layout)
+    found = _whole(results, folder)
+    for dtype, tolerance in TOLERANCES.items():
+        assert len(found[dtype]["steps"]) == 2
+        for step, wanted in zip(found[dtype]["steps"], reference[dtype]["steps"], strict=True):
+            assert step.keys() == wanted.keys()
+            for name in wanted:
+                assert step[name] == pytest.approx(wanted[name], rel=tolerance), (name, dtype)
+        # The ranks decide by reduced numbers only, so they agree to the last bit.
+        assert all(result[dtype]["steps"] == results[0][dtype]["steps"] for result in results)
+        for kind in ("sketches", "weights"):
+            assert found[dtype][kind].keys() == reference[dtype][kind].keys()
+            for name, tensor in found[dtype][kind].items():
+                expected = reference[dtype][kind][name]
+                assert (tensor - expected).norm() <= tolerance * expected.norm(), f"{kind} of {name} in {dtype}"
 
 
 @pytest.mark.parametrize("model", ["qwen2", "qwen2_moe"])
 def test_the_prediction_is_the_kl_that_happens(
-    folders: dict[str, Path], references: dict[tuple[str, torch.dtype], Reference], model: str
+    folders: dict[str, Path], references: dict[str, Results], model: str
 ) -> None:
     # The remainder of the expansion is of third order: at a KL of 3e-4 nats it is a few per cent at most.
-    for step in _reference(references, folders[model], torch.float64)[0]["steps"]:
+    for step in _reference(references, folders[model])[torch.float64]["steps"]:
         assert step["logra/predicted_kl"] > 0
         assert 0.9 < step["logra/actual_over_predicted_kl"] < 1.1

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "rule sgd": (2, [*PP2, "--logra-rule", "sgd", "--lr", "1e-3", "--lr-decay-style", "cosine"]),
     "gaussian": (2, [*TP2_SP, "--logra-distribution", "gaussian", "--logra-refresh-interval", "2"]),
     "probe in intervals": (2, [*PP2, "--kl-probe-interval", "2", "--kl-schedule", "linear"]),
+    "fisher": (2, [*PP2, "--kl-estimator", "fisher", "--kl-fisher-draws", "2"]),
     "cached projections": (2, [*PP2, *BF16, "--logra-projection-cache"]),
     "selective recomputation": (2, [*TP2_SP, "--recompute-granularity", "selective", "--recompute-modules", "mlp"]),
     "full synchronisation": (2, [*BF16, "--use-distributed-optimizer", "--sync", "full"]),

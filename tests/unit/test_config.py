@@ -170,6 +170,12 @@ def test_model_overrides_are_those_given():
         (1, {"kl_control": "off", "kl_estimator": "jvp"}, "kl_estimator jvp has no effect"),
         (1, {"kl_control": "off", "kl_alpha_max": 2.0}, "kl_alpha_max 2.0 has no effect with kl_control off"),
         (1, {"kl_schedule": "constant", "kl_schedule_steps": 9}, "kl_schedule_steps 9 has no effect with kl_schedule"),
+        (1, {"kl_fisher_draws": 9}, "kl_fisher_draws 9 has no effect with kl_estimator auto"),
+        (
+            1,
+            {"kl_estimator": "fisher", "logra_rule": "lr", "lr": 1e-6, "weight_decay": 0.1},
+            "kl_estimator fisher takes no weight_decay",
+        ),
         (1, {"optimizer": "adam"}, "optimizer adam needs lr"),
         (1, {"optimizer": "adam", "lr": 1e-6, "logra_rank": 8}, "logra_rank 8 has no effect with optimizer adam"),
         (1, {"optimizer": "adam", "lr": 1e-6, "sync": "factors"}, "sync factors cannot describe a dense update"),
