@@ -225,90 +225,104 @@ def _check_kl(config: Config) -> Iterator[str]:
         )
 
 
+class _WithoutEffect(NamedTuple):
+    """When it applies, these settings have no effect because of something, and what to do instead."""
+
+    applies: bool
+    names: tuple[str, ...]
+    because: str
+    fix: str
+
+
 def _check_without_effect(config: Config) -> Iterator[str]:
     """Settings that were given although another setting turns off what they are for."""
-    kl, off, optimizer = config.kl, not config.is_kl_controlled, config.optimizer
+    values = config.flat()
+    for rule in (*_optimizer_rules(config), *_kl_rules(config), *_output_rules(config)):
+        for name in rule.names:
+            if rule.applies and name in config.explicit:
+                yield (
+                    f"{name} {values[name]} has no effect with {rule.because}: {rule.fix}, or leave out {flag_of(name)}"
+                )
+
+
+def _optimizer_rules(config: Config) -> Iterator[_WithoutEffect]:
+    optimizer = config.optimizer
+    adam, rule = optimizer.optimizer == "adam", optimizer.logra_rule
+    logra_names = tuple(name for name in config.flat() if name.startswith("logra_"))
+    rate_names = ("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "lr_decay_style", "weight_decay", "clip_grad")
+    adam_names = ("adam_beta1", "adam_beta2", "adam_eps")
+    yield _WithoutEffect(adam, logra_names, "optimizer adam", "give --optimizer logra")
+    yield _WithoutEffect(
+        not config.has_learning_rate,
+        rate_names,
+        "logra_rule paper, whose step is logra_update_ratio",
+        "give --logra-rule lr",
+    )
+    yield _WithoutEffect(not config.trains_densely, adam_names, "optimizer logra", "give --optimizer adam")
+    yield _WithoutEffect(
+        optimizer.lr_decay_style == "constant",
+        ("min_lr", "lr_decay_iters"),
+        "lr_decay_style constant",
+        "give --lr-decay-style cosine",
+    )
+    yield _WithoutEffect(
+        not adam and rule != "paper", ("logra_update_ratio",), f"logra_rule {rule}", "give --logra-rule paper"
+    )
+    yield _WithoutEffect(rule == "sgd", ("logra_beta2", "logra_eps"), "logra_rule sgd", "give --logra-rule lr")
+    yield _WithoutEffect(
+        not config.training.bf16 and not config.trains_densely,
+        ("use_distributed_optimizer",),
+        "float32 weights, which are their own masters",
+        "give --bf16",
+    )
+
+
+def _kl_rules(config: Config) -> Iterator[_WithoutEffect]:
+    kl, off, adam = config.kl, not config.is_kl_controlled, config.optimizer.optimizer == "adam"
     budget_names = tuple(
         name
         for name in config.flat()
         if name.startswith("kl_") and name not in ("kl_control", "kl_measure_interval") and "probe" not in name
     )
-    constant = not off and kl.kl_schedule != "constant" and kl.kl_budget == kl.kl_budget_final
-    adam = optimizer.optimizer == "adam"
-    logra_names = tuple(name for name in config.flat() if name.startswith("logra_"))
-    rate_names = ("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "lr_decay_style", "weight_decay", "clip_grad")
-    rules: tuple[tuple[bool, tuple[str, ...], str, str], ...] = (
-        (off and not adam, budget_names, "kl_control off", "give --kl-control predicted"),
-        (adam, (*budget_names, "kl_probe_interval", *logra_names), "optimizer adam", "give --optimizer logra"),
-        (
-            not config.has_learning_rate,
-            rate_names,
-            "logra_rule paper, whose step is logra_update_ratio",
-            "give --logra-rule lr",
-        ),
-        (
-            not config.trains_densely,
-            ("adam_beta1", "adam_beta2", "adam_eps"),
-            "optimizer logra",
-            "give --optimizer adam",
-        ),
-        (
-            optimizer.lr_decay_style == "constant",
-            ("min_lr", "lr_decay_iters"),
-            "lr_decay_style constant",
-            "give --lr-decay-style cosine",
-        ),
-        (
-            not adam and optimizer.logra_rule != "paper",
-            ("logra_update_ratio",),
-            f"logra_rule {optimizer.logra_rule}",
-            "give --logra-rule paper",
-        ),
-        (optimizer.logra_rule == "sgd", ("logra_beta2", "logra_eps"), "logra_rule sgd", "give --logra-rule lr"),
-        (
-            not config.training.bf16 and not config.trains_densely,
-            ("use_distributed_optimizer",),
-            "float32 weights, which are their own masters",
-            "give --bf16",
-        ),
-        (
-            not off and kl.kl_schedule == "constant",
-            ("kl_budget_final", "kl_schedule_steps"),
-            "kl_schedule constant",
-            "give --kl-schedule cosine",
-        ),
-        (
-            kl.kl_estimator != "fisher",
-            ("kl_fisher_draws",),
-            f"kl_estimator {kl.kl_estimator}",
-            "give --kl-estimator fisher",
-        ),
-        (constant, ("kl_schedule_steps",), "kl_budget_final = kl_budget", "give another --kl-budget-final"),
-        (
-            not off and kl.kl_mismatch_weight == 0,
-            ("kl_budget_floor",),
-            "kl_mismatch_weight 0",
-            "give --kl-mismatch-weight more than 0",
-        ),
-        (config.checkpoint.save is None, ("save_interval",), "no save", "give --save a folder"),
-        (
-            config.data.eval_data is None,
-            ("eval_interval", "eval_samples"),
-            "no eval_data",
-            "give --eval-data a file",
-        ),
-        (
-            not config.logging.wandb_project,
-            ("wandb_exp_name", "wandb_save_dir"),
-            "no wandb_project",
-            "give --wandb-project a name",
-        ),
+    yield _WithoutEffect(off and not adam, budget_names, "kl_control off", "give --kl-control predicted")
+    yield _WithoutEffect(adam, (*budget_names, "kl_probe_interval"), "optimizer adam", "give --optimizer logra")
+    yield _WithoutEffect(
+        not off and kl.kl_schedule == "constant",
+        ("kl_budget_final", "kl_schedule_steps"),
+        "kl_schedule constant",
+        "give --kl-schedule cosine",
     )
-    values = config.flat()
-    for applies, names, because, fix in rules:
-        for name in names:
-            if applies and name in config.explicit:
-                yield f"{name} {values[name]} has no effect with {because}: {fix}, or leave out {flag_of(name)}"
+    yield _WithoutEffect(
+        not off and kl.kl_schedule != "constant" and kl.kl_budget == kl.kl_budget_final,
+        ("kl_schedule_steps",),
+        "kl_budget_final = kl_budget",
+        "give another --kl-budget-final",
+    )
+    yield _WithoutEffect(
+        kl.kl_estimator != "fisher",
+        ("kl_fisher_draws",),
+        f"kl_estimator {kl.kl_estimator}",
+        "give --kl-estimator fisher",
+    )
+    yield _WithoutEffect(
+        not off and kl.kl_mismatch_weight == 0,
+        ("kl_budget_floor",),
+        "kl_mismatch_weight 0",
+        "give --kl-mismatch-weight more than 0",
+    )
+
+
+def _output_rules(config: Config) -> Iterator[_WithoutEffect]:
+    yield _WithoutEffect(config.checkpoint.save is None, ("save_interval",), "no save", "give --save a folder")
+    yield _WithoutEffect(
+        config.data.eval_data is None, ("eval_interval", "eval_samples"), "no eval_data", "give --eval-data a file"
+    )
+    yield _WithoutEffect(
+        not config.logging.wandb_project,
+        ("wandb_exp_name", "wandb_save_dir"),
+        "no wandb_project",
+        "give --wandb-project a name",
+    )
 
 
 def _check_paths(config: Config) -> Iterator[str]:

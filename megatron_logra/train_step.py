@@ -130,16 +130,7 @@ def train_step(
     num_tokens = count_valid_tokens(responses)
     if num_tokens == 0:
         raise ValueError(f"none of the {len(responses)} responses of this update is valid: every reward failed")
-    trained: Sequence[int] = range(len(responses))
-    if settings.skip_zero_advantage and settings.kl_beta == 0:
-        multiple = policy.groups.dp_size * settings.micro_batch_size
-        trained = select_informative(responses, advantages, multiple=multiple)
-    _, batches = build_own_batches(
-        policy,
-        [responses[index] for index in trained],
-        [advantages[index] for index in trained],
-        micro_batch_size=settings.micro_batch_size,
-    )
+    batches = _build_training_batches(policy, responses, advantages, settings)
     probe_responses = _choose_probe(policy, responses, probe)
     probe_batch = _build_probe(policy, probe_responses)
 
@@ -158,11 +149,11 @@ def train_step(
         values |= named_norms(optimizer.compute_direction_())
         if predict or optimizer.kl_per_square_norm is None:
             with timed("kl_probe"):
-                if probe.estimator == "fisher":
+                if probe.estimator == "jvp":
+                    predicted = compute_predicted_kl(policy, probe_batch, temperature=settings.temperature)
+                else:
                     estimate = _estimate_by_fisher(policy, probe_responses, probe, optimizer.num_updates, settings)
                     predicted, variance = estimate.total, estimate.variance
-                else:
-                    predicted = compute_predicted_kl(policy, probe_batch, temperature=settings.temperature)
     with timed("kl_probe"):  # waits for the device, which is still at the probe
         metrics = read_step(policy, optimizer, values, predicted, variance, probe_batch, batches, outputs)
     hidden_before = policy.compute_hidden(probe_batch) if measure else None
@@ -179,6 +170,22 @@ def train_step(
     if measure:
         metrics |= measure_kl(policy, probe_batch, hidden_before, settings.temperature, metrics)
     return UpdateOutcome(metrics, batches, outputs, loss_sums)
+
+
+def _build_training_batches(
+    policy: Policy, responses: Sequence[Response], advantages: Sequence[float], settings: UpdateSettings
+) -> list[MicroBatch]:
+    """This rank's micro-batches of the responses that have a gradient."""
+    trained: Sequence[int] = range(len(responses))
+    if settings.skip_zero_advantage and settings.kl_beta == 0:
+        multiple = policy.groups.dp_size * settings.micro_batch_size
+        trained = select_informative(responses, advantages, multiple=multiple)
+    return build_own_batches(
+        policy,
+        [responses[index] for index in trained],
+        [advantages[index] for index in trained],
+        micro_batch_size=settings.micro_batch_size,
+    )[1]
 
 
 def build_own_batches(
