@@ -147,14 +147,13 @@ def train_step(
         reduce_sketches_(optimizer.buffer, policy.groups)
         on_sketch(optimizer)
         values |= named_norms(optimizer.compute_direction_())
-        if predict or optimizer.kl_per_square_norm is None:
-            with timed("kl_probe"):
-                if probe.estimator == "jvp":
-                    predicted = compute_predicted_kl(policy, probe_batch, temperature=settings.temperature)
-                else:
-                    estimate = _estimate_by_fisher(policy, probe_responses, probe, optimizer.num_updates, settings)
-                    predicted, variance = estimate.total, estimate.variance
-    with timed("kl_probe"):  # waits for the device, which is still at the probe
+    with timed("kl_probe"):
+        if optimizer is not None and (predict or optimizer.kl_per_square_norm is None):
+            if probe.estimator == "jvp":
+                predicted = compute_predicted_kl(policy, probe_batch, temperature=settings.temperature)
+            else:
+                estimate = _estimate_by_fisher(policy, probe_responses, probe, optimizer.num_updates, settings)
+                predicted, variance = estimate.total, estimate.variance
         metrics = read_step(policy, optimizer, values, predicted, variance, probe_batch, batches, outputs)
     hidden_before = policy.compute_hidden(probe_batch) if measure else None
 

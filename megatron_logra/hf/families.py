@@ -126,68 +126,57 @@ _ATTENTION_OUT = Rule(
     parallel="row",
     group="self_attn.o_proj",
 )
-_DENSE_MLP = (
-    Rule(
-        "mlp.linear_fc1.weight",
-        (Source("mlp.gate_proj.weight", "ffn", "hidden"), Source("mlp.up_proj.weight", "ffn", "hidden")),
-        parallel="column",
-        layout="gate_up",
-        group="mlp.gate_up_proj",
-    ),
-    Rule(
-        "mlp.linear_fc2.weight",
-        (Source("mlp.down_proj.weight", "hidden", "ffn"),),
-        parallel="row",
-        group="mlp.down_proj",
-    ),
-)
 
 
-def _experts(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, Rule, Rule]:
-    """Router and routed experts whose Hugging Face names start with `prefix`."""
-    expert = prefix + ".experts.{expert}."
-    megatron = "mlp.experts.local_experts.{local_expert}."
+def _gated_mlp(
+    megatron: str,
+    hf: str,
+    size: str,
+    group: str,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    is_expert: bool = False,
+) -> tuple[Rule, Rule]:
+    """Rules of one gated MLP of inner width `size`; `names` are those of gate, up and down in Hugging Face."""
+    gate, up, down = (f"{hf}.{name}.weight" for name in names)
     return (
-        Rule("mlp.router.weight", (Source(prefix + ".gate.weight", "experts", "hidden"),)),
         Rule(
-            megatron + "linear_fc1.weight",
-            (
-                Source(expert + gate + ".weight", "moe_ffn", "hidden"),
-                Source(expert + up + ".weight", "moe_ffn", "hidden"),
-            ),
+            f"{megatron}.linear_fc1.weight",
+            (Source(gate, size, "hidden"), Source(up, size, "hidden")),
             parallel="column",
             layout="gate_up",
-            group="mlp.experts.gate_up_proj",
-            is_expert=True,
+            group=f"{group}.gate_up_proj",
+            is_expert=is_expert,
         ),
         Rule(
-            megatron + "linear_fc2.weight",
-            (Source(expert + down + ".weight", "hidden", "moe_ffn"),),
+            f"{megatron}.linear_fc2.weight",
+            (Source(down, "hidden", size),),
             parallel="row",
-            group="mlp.experts.down_proj",
+            group=f"{group}.down_proj",
+            is_expert=is_expert,
+        ),
+    )
+
+
+def _experts(hf: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[Rule, Rule, Rule]:
+    """Router and routed experts whose Hugging Face names start with `hf`."""
+    return (
+        Rule("mlp.router.weight", (Source(f"{hf}.gate.weight", "experts", "hidden"),)),
+        *_gated_mlp(
+            "mlp.experts.local_experts.{local_expert}",
+            hf + ".experts.{expert}",
+            "moe_ffn",
+            "mlp.experts",
+            names,
             is_expert=True,
         ),
     )
 
 
-_QWEN_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_DENSE_MLP = _gated_mlp("mlp", "mlp", "ffn", "mlp")
+_QWEN_EXPERTS = _experts("mlp")
 _SHARED_EXPERT = (
-    Rule(
-        "mlp.shared_experts.linear_fc1.weight",
-        (
-            Source("mlp.shared_expert.gate_proj.weight", "shared_ffn", "hidden"),
-            Source("mlp.shared_expert.up_proj.weight", "shared_ffn", "hidden"),
-        ),
-        parallel="column",
-        layout="gate_up",
-        group="mlp.shared_expert.gate_up_proj",
-    ),
-    Rule(
-        "mlp.shared_experts.linear_fc2.weight",
-        (Source("mlp.shared_expert.down_proj.weight", "hidden", "shared_ffn"),),
-        parallel="row",
-        group="mlp.shared_expert.down_proj",
-    ),
+    *_gated_mlp("mlp.shared_experts", "mlp.shared_expert", "shared_ffn", "mlp.shared_expert"),
     Rule("mlp.shared_experts.gate_weight", (Source("mlp.shared_expert_gate.weight", "one", "hidden"),)),
 )
 _INPUT_NORM = _norm("input_layernorm.weight", "input_layernorm.weight")
@@ -239,7 +228,7 @@ _MIXTRAL = Family(
         _QKV,
         _ATTENTION_OUT,
         _MLP_NORM,
-        *_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        *_experts("block_sparse_moe", ("w1", "w3", "w2")),
     ),
     outer_rules=_OUTER,
     config_defaults=MappingProxyType(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_logra.hf.assemble import assemble_local
 from megatron_logra.hf.config import ModelShape
@@ -57,14 +56,14 @@ def build_policy(shape: ModelShape, settings: PolicySettings, groups: ParallelGr
         etp_rank=groups.etp_rank,
         etp_size=groups.etp_size,
     )
-    chosen = [] if settings.train_all else select_groups(shape, settings.targets)
+    chosen = () if settings.train_all else tuple(select_groups(shape, settings.targets))
     model = build_model(
         shape, config, groups, modules, max_sequence_length=settings.seq_length, padded_vocab_size=padded_vocab
     )
     phase = SketchPhase()
-    targets = []
+    targets, sketched = [], set(chosen)
     for parameter in parameters:
-        if parameter.entry.group not in chosen:
+        if parameter.entry.group not in sketched:
             continue
         target = _build_target(parameter, model.get_parameter(parameter.entry.megatron_name), phase)
         _add_master_(target, settings, groups)
@@ -75,21 +74,21 @@ def build_policy(shape: ModelShape, settings: PolicySettings, groups: ParallelGr
     for module in model.modules():
         if isinstance(module, SketchedMoELayer):
             module.phase = phase
-    if settings.train_all or settings.train_non_targets:
-        sketched = {target.name for target in targets}
-        for name, weight in model.named_parameters():
-            weight.requires_grad_(name not in sketched)
-    return Policy(
+    policy = Policy(
         shape=shape,
         model=model,
         parameters=parameters,
         targets=targets,
-        target_groups=tuple(chosen),
+        target_groups=chosen,
         phase=phase,
         groups=groups,
         vocab=VocabShard.of_rank(shape.vocab_size, padded_vocab, groups.tp),
         chunk_size=settings.chunk_size,
     )
+    if settings.train_all or settings.train_non_targets:
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(name not in policy.target_by_name)
+    return policy
 
 
 def select_groups(shape: ModelShape, patterns: Sequence[str] | None) -> list[str]:
@@ -124,7 +123,7 @@ def _add_master_(target: SketchTarget, settings: PolicySettings, groups: Paralle
     if settings.dtype != torch.bfloat16:
         return
     if settings.shard_master:
-        replicas = groups.edp if target.is_expert else groups.dp_cp
+        replicas = groups.of_layers(expert=target.is_expert).replicas
         target.owned = own_rows(target.num_rows, dist.get_rank(replicas), dist.get_world_size(replicas))
     kind = torch.int16 if settings.master == "split" else torch.float32
     master = torch.zeros_like(target.weight[target.owned], dtype=kind)
@@ -158,7 +157,6 @@ def load_weights_(policy: Policy, read: ReadTensor) -> None:
     is rounded to the compute dtype.
     """
     named = dict(policy.model.named_parameters())
-    by_name = {target.name: target for target in policy.targets}
     for parameter in policy.parameters:
         weight = named[parameter.entry.megatron_name]
         if tuple(weight.shape) != parameter.shape:
@@ -167,7 +165,7 @@ def load_weights_(policy: Policy, read: ReadTensor) -> None:
                 "table of its family"
             )
         local = assemble_local(parameter.entry, parameter.row_slices, parameter.columns, read, parameter.shape)
-        target = by_name.get(parameter.entry.megatron_name)
+        target = policy.target_by_name.get(parameter.entry.megatron_name)
         if target is not None:
             store_master_(target, local.to(weight.device))
         else:
@@ -199,10 +197,13 @@ def build_optimizer(policy: Policy, settings: LograSettings) -> LograOptimizer:
         for parameter in policy.parameters
         if parameter.entry.group is not None
     }
-    kinds = {entry.expert is None for entry in full_table(policy.shape) if entry.group in policy.target_groups}
-    parts: list[PartName] = [*(["dense"] if True in kinds else []), *(["expert"] if False in kinds else [])]  # type: ignore[list-item]
+    sketched = set(policy.target_groups)
+    kinds: set[PartName] = {
+        "dense" if entry.expert is None else "expert" for entry in full_table(policy.shape) if entry.group in sketched
+    }
+    parts = sorted(kinds)
     buffer = SketchBuffer(policy.targets, segments, parts=parts, rank=settings.rank, dtype=dtype, device=policy.device)
-    return LograOptimizer(buffer, settings, _reductions(policy))
+    return LograOptimizer(buffer, settings, {part: _reductions(policy, part) for part in parts})
 
 
 def check_projections(policy: Policy, optimizer: LograOptimizer) -> None:
@@ -238,28 +239,22 @@ def check_replicas(policy: Policy) -> None:
         master = target.master if target.remainder is None else target.remainder
         if master is not None and master.shape == target.weight.shape:  # divided masters are on one replica each
             weights.append((target.name, master))
-    require_same_on_replicas([pair for pair in weights if pair[0] not in experts], groups.dp_cp, groups.world)
-    require_same_on_replicas([pair for pair in weights if pair[0] in experts], groups.edp, groups.world)
+    for expert in (False, True):
+        alike = [pair for pair in weights if (pair[0] in experts) == expert]
+        require_same_on_replicas(alike, groups.of_layers(expert=expert).replicas, groups.world)
     replicated = {p.entry.megatron_name for p in policy.parameters if p.entry.parallel == "replicated"}
     require_same_on_replicas([pair for pair in weights if pair[0] in replicated], groups.tp, groups.world)
 
 
-def _reductions(policy: Policy) -> dict[str, PartReductions]:
-    groups = policy.groups
-
-    def reductions(layer: ProcessGroup, model: ProcessGroup, replicas: ProcessGroup) -> PartReductions:
-        divided = any(target.owned != slice(None) for target in policy.targets)
-        return PartReductions(
-            sum_over_layer=lambda x: sum_over(x, layer),
-            is_first_of_layer=dist.get_rank(layer) == 0,
-            sum_over_model=lambda x: sum_over(x, model),
-            gather_rows=(lambda weight: gather_rows_(weight, replicas)) if divided else None,
-        )
-
-    return {
-        "dense": reductions(groups.tp, groups.mp, groups.dp_cp),
-        "expert": reductions(groups.etp, groups.emp, groups.edp),
-    }
+def _reductions(policy: Policy, part: PartName) -> PartReductions:
+    shared = policy.groups.of_layers(expert=part == "expert")
+    divided = any(target.owned != slice(None) for target in policy.targets)
+    return PartReductions(
+        sum_over_layer=lambda x: sum_over(x, shared.layer),
+        is_first_of_layer=dist.get_rank(shared.layer) == 0,
+        sum_over_model=lambda x: sum_over(x, shared.model),
+        gather_rows=(lambda weight: gather_rows_(weight, shared.replicas)) if divided else None,
+    )
 
 
 def _segment_rows(parameter: LocalParameter) -> list[SegmentRows]:

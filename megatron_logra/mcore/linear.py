@@ -167,8 +167,7 @@ class SketchedColumnParallelLinear(ColumnParallelLinear):
         return output, self.bias if self.skip_bias_add else None
 
     def _target_forward(self, x: Tensor, target: SketchTarget) -> Tensor:
-        phase = target.phase.current
-        if phase == "tangent":
+        if target.phase.current == "tangent":
             return self._tangent_forward(x, target)
         if target.phase.records and torch.is_grad_enabled():
             if self.is_expert:
@@ -208,19 +207,24 @@ class SketchedRowParallelLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """`[S, B, I/tp] -> [S(/tp), B, O]`, summed over TP; returns the output and, with `skip_bias_add`, the bias."""
-        if self.target is None and self.weight.requires_grad:
-            return super().forward(input_)
-        phase = "off" if self.target is None else self.target.phase.current
-        if self.target is not None and phase == "tangent":
-            projected = project(forward_ad.unpack_dual(input_).primal, self.target)
-            output = add_update_tangent(F.linear(input_, self.weight), projected, self.target)
-        elif self.target is not None and self.target.phase.records and torch.is_grad_enabled():
-            output = _SketchedLocalLinear.apply(input_, self.weight, self.target)
-        else:
+        if self.target is None:
+            if self.weight.requires_grad:
+                return super().forward(input_)
             output = F.linear(input_, self.weight)
+        else:
+            output = self._target_forward(input_, self.target)
         if not self.is_expert:
             reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
             output = reduce(output, self.tp_group)
         if self.bias is not None and not self.skip_bias_add:
             output = output + self.bias
         return output, self.bias if self.skip_bias_add else None
+
+    def _target_forward(self, x: Tensor, target: SketchTarget) -> Tensor:
+        """This rank's part of the sum."""
+        if target.phase.current == "tangent":
+            projected = project(forward_ad.unpack_dual(x).primal, target)
+            return add_update_tangent(F.linear(x, self.weight), projected, target)
+        if target.phase.records and torch.is_grad_enabled():
+            return _SketchedLocalLinear.apply(x, self.weight, target)
+        return F.linear(x, self.weight)

@@ -40,11 +40,6 @@ class StageModel:
                 self._modules[_renumber(name, offset)] = module
 
     @property
-    def first(self) -> GPTModel:
-        """The chunk that runs first on this rank."""
-        return self.chunks[0]
-
-    @property
     def last(self) -> GPTModel:
         """The chunk that runs last on this rank; on the last pipeline rank it holds the output layer."""
         return self.chunks[-1]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -65,6 +65,11 @@ class Policy:
     groups: ParallelGroups
     vocab: VocabShard
     chunk_size: int
+
+    @cached_property
+    def target_by_name(self) -> dict[str, SketchTarget]:
+        """The targets by Megatron parameter name."""
+        return {target.name: target for target in self.targets}
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: TokenLoss, *, temperature: float) -> list[TokenOutputs]:
         """Forward and backward over all micro-batches; sketches and gradients grow by this rank's share.

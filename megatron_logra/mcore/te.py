@@ -7,10 +7,10 @@ input inside, where a sketch cannot see it, and the plain ones would form the we
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.autograd.forward_ad as forward_ad
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformer_engine.pytorch import RMSNorm as FusedRMSNorm
@@ -38,20 +38,10 @@ class TERMSNorm(FusedRMSNorm):
 class TECausalAttention(TEDotProductAttention):
     """Transformer Engine's attention (fused, also under context parallelism)."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        *,
-        pg_collection: ProcessGroupCollection | None = None,
-        **options: object,
-    ) -> None:
-        super().__init__(config, layer_number, attn_mask_type, attention_type, pg_collection=pg_collection, **options)
-        self._in_tangent = CausalAttention(
-            config, layer_number, attn_mask_type, attention_type, pg_collection=pg_collection
-        )
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As Megatron builds core attention."""
+        super().__init__(*args, **options)
+        self._in_tangent = CausalAttention(*args, **options)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: object

@@ -48,10 +48,10 @@ def read_master(policy: Policy, entry: ParameterEntry) -> Tensor:
     Collective over the ranks that hold the same weights when these divide the masters among themselves.
     """
     weight = read_served(policy, entry)
-    target = next((target for target in policy.targets if target.name == entry.megatron_name), None)
+    target = policy.target_by_name.get(entry.megatron_name)
     if target is None or (target.remainder is None and target.master is None):
         return weight if weight.dtype == torch.float64 else weight.float()
-    replicas = policy.groups.edp if target.is_expert else policy.groups.dp_cp
+    replicas = policy.groups.of_layers(expert=target.is_expert).replicas
     if target.remainder is not None:
         return join_split(weight, _whole_rows(target.remainder, target, replicas))
     assert target.master is not None
@@ -74,9 +74,10 @@ class ReferencePolicy:
     """
 
     def __init__(self, policy: Policy) -> None:
-        sketched = {target.name for target in policy.targets}
         self._trained = [
-            weight for name, weight in policy.model.named_parameters() if weight.requires_grad or name in sketched
+            weight
+            for name, weight in policy.model.named_parameters()
+            if weight.requires_grad or name in policy.target_by_name
         ]
         self._kept = [weight.detach().clone() for weight in self._trained]
 

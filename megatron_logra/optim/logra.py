@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_logra.optim.merge import merge_factor_, merge_factor_split_, round_factor
+from megatron_logra.optim.merge import merge_factor_, merge_factor_split_, round_factor, rows_of_block
 from megatron_logra.optim.row_adam import compute_row_scale_
 from megatron_logra.optim.schedule import LearningRateSchedule
 from megatron_logra.optim.split_master import round_to_bf16
@@ -30,8 +30,6 @@ from megatron_logra.sketch.projection import Projection, build_projection
 from megatron_logra.sketch.target import SketchTarget
 
 Reduce = Callable[[Tensor], Tensor]
-
-_ROUND_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -272,7 +270,7 @@ def _merge_target_(target: SketchTarget, factor_OR: Tensor, *, keep: float) -> N
         merge_factor_split_(weight, target.remainder, factor_OR, projection, keep=keep)
     elif target.master is not None:
         merge_factor_(target.master, factor_OR, projection, keep=keep)
-        block = min(_ROUND_ROWS, -(-target.master.shape[0] // 16))
+        block = rows_of_block(target.master.shape[0])
         for start in range(0, target.master.shape[0], block):
             rows = slice(start, start + block)
             weight[rows] = round_to_bf16(target.master[rows])

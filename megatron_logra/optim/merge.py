@@ -113,6 +113,11 @@ def merge_factor_split_(
     _for_each_block(weight_OI, factor_OR, projection, block_rows, block_columns, subtract)
 
 
+def rows_of_block(num_rows: int) -> int:
+    """Rows that are worked on at once in a weight of `num_rows` rows."""
+    return min(_BLOCK_ROWS, -(-num_rows // _LEAST_BLOCKS))
+
+
 def _for_each_block(
     weight_OI: Tensor,
     factor_OR: Tensor,
@@ -123,7 +128,7 @@ def _for_each_block(
 ) -> None:
     """Hand every block of `U A` to `subtract`, in the weight's arithmetic dtype."""
     num_rows, num_columns = weight_OI.shape
-    block_rows = block_rows or min(_BLOCK_ROWS, -(-num_rows // _LEAST_BLOCKS))
+    block_rows = block_rows or rows_of_block(num_rows)
     if factor_OR.shape != (num_rows, projection.rank) or num_columns != projection.num_columns:
         raise ValueError(
             f"cannot merge a factor {tuple(factor_OR.shape)} with {projection.name} (rank {projection.rank}, "

@@ -28,6 +28,15 @@ from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
+class LayerGroups:
+    """The ranks of one kind of layer: those that share a layer, those that hold replicas of it, and one whole model."""
+
+    layer: ProcessGroup
+    replicas: ProcessGroup
+    model: ProcessGroup
+
+
+@dataclass(frozen=True)
 class ParallelGroups:
     """Process groups of this rank; never read from module state by the code that uses them."""
 
@@ -43,6 +52,12 @@ class ParallelGroups:
     etp_ep: ProcessGroup
     emp: ProcessGroup
     world: ProcessGroup
+
+    def of_layers(self, *, expert: bool) -> LayerGroups:
+        """Groups of routed experts, or of all other layers."""
+        if expert:
+            return LayerGroups(layer=self.etp, replicas=self.edp, model=self.emp)
+        return LayerGroups(layer=self.tp, replicas=self.dp_cp, model=self.mp)
 
     def labels(self) -> list[tuple[ProcessGroup, str]]:
         """Each group with its name."""

@@ -30,9 +30,9 @@ def reduce_sketches_(buffer: SketchBuffer, groups: ParallelGroups) -> None:
     valid tokens, so both are plain sums. The result is bitwise equal on all ranks that hold the same rows.
     """
     for part in buffer.parts:
-        layer, replicas = (groups.tp, groups.dp_cp) if part.name == "dense" else (groups.etp, groups.edp)
+        shared = groups.of_layers(expert=part.name == "expert")
         # Ranks that communicate here hold the same targets, so that all of them or none have rows.
-        for rows, group in ((part.partial_rows, layer), (part.rows, replicas)):
+        for rows, group in ((part.partial_rows, shared.layer), (part.rows, shared.replicas)):
             if rows.start < rows.stop:
                 with purpose("sketch"):
                     sum_over(buffer.flat[rows], group)

@@ -23,7 +23,7 @@ from megatron_logra.mcore.transformer_config import PolicySettings
 from megatron_logra.optim.logra import LograOptimizer, LograSettings
 from megatron_logra.rl.advantages import response_advantages
 from megatron_logra.rl.batching import Response
-from megatron_logra.train_step import ProbeSettings, UpdateSettings, train_step
+from megatron_logra.train_step import ProbeSettings, UpdateOutcome, UpdateSettings, train_step
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,11 @@ def run_steps(
     result: dict[str, Any] = {"steps": [], "sketches": {}}
     for _ in range(num_steps):
         first = not result["steps"]
-        outcome = train_step(
+        outcome = take_step(
             policy,
             optimizer,
-            controller,
-            responses,
-            response_advantages(responses).tolist(),
+            controller=controller,
+            responses=responses,
             settings=UpdateSettings(micro_batch_size=layout.micro_batch_size, temperature=0.8),
             probe=ProbeSettings(num_responses=4 // layout.dp, max_tokens=4096),
             measure=True,
@@ -111,6 +110,30 @@ def run_steps(
     keep_blocks(result["weights"], policy, "weight")
     dist.barrier()
     return result
+
+
+def take_step(
+    policy: Policy,
+    optimizer: LograOptimizer | None,
+    *,
+    responses: Sequence[Response] | None = None,
+    controller: KLController | None = None,
+    settings: UpdateSettings | None = None,
+    probe: ProbeSettings | None = None,
+    **options: Any,
+) -> UpdateOutcome:
+    """One update, by default from the fixed responses and as proposed; `options` are further ones of `train_step`."""
+    responses = responses or make_responses()
+    return train_step(
+        policy,
+        optimizer,
+        controller,
+        responses,
+        response_advantages(responses).tolist(),
+        settings=settings or UpdateSettings(temperature=0.8),
+        probe=probe or ProbeSettings(num_responses=4),
+        **options,
+    )
 
 
 def build(

@@ -20,16 +20,14 @@ from megatron_logra.optim.dense import DenseSettings
 from megatron_logra.optim.logra import LograOptimizer, LograSettings
 from megatron_logra.optim.schedule import LearningRateSchedule
 from megatron_logra.parallel.traffic import TrafficCounter
-from megatron_logra.rl.advantages import response_advantages
 from megatron_logra.train_step import (
     ProbeSettings,
     UpdateSettings,
     _build_probe,
     _choose_probe,
     build_own_batches,
-    train_step,
 )
-from tests.distributed.layouts import Layout, build_weights, make_responses
+from tests.distributed.layouts import Layout, build_weights, make_responses, take_step
 from tests.distributed.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -54,13 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _step(policy: Policy, optimizer: LograOptimizer | None, dense: DenseOptimizer | None = None) -> None:
-    responses = make_responses()
-    train_step(
+    take_step(
         policy,
         optimizer,
-        KLController(),
-        responses,
-        response_advantages(responses).tolist(),
+        controller=KLController(),
         settings=UpdateSettings(micro_batch_size=2, temperature=0.8),
         probe=ProbeSettings(num_responses=2),
         dense=dense,

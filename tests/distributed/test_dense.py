@@ -18,8 +18,8 @@ from megatron_logra.optim.dense import DenseSettings
 from megatron_logra.optim.logra import LograSettings
 from megatron_logra.optim.schedule import LearningRateSchedule
 from megatron_logra.rl.advantages import response_advantages
-from megatron_logra.train_step import ProbeSettings, UpdateSettings, train_step
-from tests.distributed.layouts import Layout, build_weights, make_responses
+from megatron_logra.train_step import ProbeSettings, UpdateSettings
+from tests.distributed.layouts import Layout, build_weights, make_responses, take_step
 from tests.distributed.ranks import run_ranks
 from tests.tiny_models import make_tiny_model, save_tiny_model
 
@@ -49,15 +49,11 @@ def _train(
     optimizer = build_optimizer(policy, LograSettings(rank=8, update_ratio=1e-3)) if sketched else None
     settings = DenseSettings(**vars(SETTINGS) | {"distributed": distributed})
     dense = DenseOptimizer(policy, settings)
-    responses = make_responses()
     steps = []
     for _ in range(2):
-        outcome = train_step(
+        outcome = take_step(
             policy,
             optimizer,
-            None,
-            responses,
-            response_advantages(responses).tolist(),
             settings=UpdateSettings(micro_batch_size=layout.micro_batch_size, temperature=TEMPERATURE),
             probe=ProbeSettings(num_responses=4 // layout.dp),
             measure=True,

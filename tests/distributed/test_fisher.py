@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megatron_logra.mcore.fisher import sample_labels
 from megatron_logra.mcore.logprobs import VocabShard
-from megatron_logra.rl.advantages import response_advantages
-from megatron_logra.train_step import ProbeSettings, UpdateSettings, train_step
-from tests.distributed.layouts import Layout, build, make_responses
+from megatron_logra.train_step import ProbeSettings
+from tests.distributed.layouts import Layout, build, take_step
 from tests.distributed.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -32,14 +31,9 @@ def _predict(
 ) -> tuple[dict[str, float], bool]:
     """Metrics of one update, and whether the estimate left sketches and projections to the update as they were."""
     policy, optimizer = build(folder, layout, torch.float64, logra_options={"projection_cache": True})
-    responses = make_responses()
-    outcome = train_step(
+    outcome = take_step(
         policy,
         optimizer,
-        None,
-        responses,
-        response_advantages(responses).tolist(),
-        settings=UpdateSettings(temperature=0.8),
         probe=ProbeSettings(num_responses=num_responses // layout.dp, estimator=estimator, draws=draws, seed=5),
         measure=True,
     )

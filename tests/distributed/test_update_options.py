@@ -16,10 +16,9 @@ from megatron_logra.hf.table import full_table
 from megatron_logra.mcore.build import select_groups
 from megatron_logra.optim.schedule import LearningRateSchedule
 from megatron_logra.optim.split_master import join_split
-from megatron_logra.rl.advantages import response_advantages
 from megatron_logra.sketch.projection import make_projection
-from megatron_logra.train_step import ProbeSettings, UpdateSettings, train_step
-from tests.distributed.layouts import Layout, build, join_blocks, keep_blocks, make_responses, run_steps
+from megatron_logra.train_step import ProbeSettings
+from tests.distributed.layouts import Layout, build, join_blocks, keep_blocks, make_responses, run_steps, take_step
 from tests.distributed.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -92,17 +91,8 @@ def test_options_do_not_depend_on_the_layout(folder: Path, name: str) -> None:
 def _one_update(rank: int, world_size: int, folder: Path, logra_options: dict[str, Any]) -> dict[str, Any]:
     policy, optimizer = build(folder, Layout(), torch.float64, logra_options=logra_options)
     result: dict[str, Any] = {"sketches": {}, "weights": {}}
-    responses = make_responses()
-    result["metrics"] = train_step(
-        policy,
-        optimizer,
-        None,
-        responses,
-        response_advantages(responses).tolist(),
-        settings=UpdateSettings(temperature=0.8),
-        probe=ProbeSettings(num_responses=4),
-        on_sketch=lambda _: keep_blocks(result["sketches"], policy, "sketch"),
-    ).metrics
+    outcome = take_step(policy, optimizer, on_sketch=lambda _: keep_blocks(result["sketches"], policy, "sketch"))
+    result["metrics"] = outcome.metrics
     keep_blocks(result["weights"], policy, "weight")
     return result
 
@@ -172,15 +162,7 @@ def _masters(
     policy, optimizer = build(folder, layout, torch.bfloat16, policy_options=options)
     responses = make_responses(group_size=6)
     for _ in range(3):
-        train_step(
-            policy,
-            optimizer,
-            None,
-            responses,
-            response_advantages(responses).tolist(),
-            settings=UpdateSettings(temperature=0.8),
-            probe=ProbeSettings(num_responses=1),
-        )
+        take_step(policy, optimizer, responses=responses, probe=ProbeSettings(num_responses=1))
     num_bytes = sum(
         part.numel() * part.element_size()
         for target in policy.targets
@@ -250,18 +232,7 @@ def _poisoned(rank: int, world_size: int, folder: Path, layout: Layout) -> tuple
     for target in policy.targets:
         if target.group == "model.layers.2.mlp.down_proj" and policy.groups.dp_rank == 1:
             target.require_sketch()[3, 5] = float("nan")
-    responses = make_responses()
-    message = _collect(
-        lambda: train_step(
-            policy,
-            optimizer,
-            None,
-            responses,
-            response_advantages(responses).tolist(),
-            settings=UpdateSettings(temperature=0.8),
-            probe=ProbeSettings(num_responses=2),
-        )
-    )
+    message = _collect(lambda: take_step(policy, optimizer, probe=ProbeSettings(num_responses=2)))
     return message, all(torch.equal(a, target.weight) for a, target in zip(before, policy.targets, strict=True))
 
 

@@ -16,9 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.distributed.ranks import run_ranks
-from tests.end_to_end.test_run import arguments, inputs
-
-__all__ = ["inputs"]
+from tests.end_to_end.test_run import arguments
 
 
 def _main(rank: int, world_size: int, argv: list[str], environment: dict[str, str]) -> tuple[int, str]:

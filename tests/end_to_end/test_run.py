@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,6 @@ from megatron_logra.rl.data import PromptStream, load_dataset
 from megatron_logra.run import build_run
 from megatron_logra.trainer import report, save, start, train_iteration
 from tests.distributed.ranks import run_ranks
-from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny chat model (`model`) and its questions (`train.jsonl`)."""
-    folder = tmp_path_factory.mktemp("inputs")
-    save_tiny_model(folder / "model", "llama", vocab_size=260, max_position_embeddings=256, tie_word_embeddings=True)
-    save_tiny_tokenizer(folder / "model")
-    rng = random.Random(0)
-    lines = [json.dumps({"prompt": f"{rng.randint(1, 99)}?", "answer": str(rng.randint(0, 9))}) for _ in range(24)]
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-    # Random text rarely holds the right number: reward the length, so that groups have something to tell apart.
-    (folder / "reward.py").write_text(
-        "def count_letters(response, sample):\n    return sum(character.isalpha() for character in response) / 10\n"
-    )
-    return folder
 
 
 def arguments(inputs: Path, *more: str) -> list[str]:

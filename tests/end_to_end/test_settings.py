@@ -12,10 +12,8 @@ from safetensors.torch import load_file
 
 from megatron_logra.train import main
 from tests.distributed.ranks import run_ranks
-from tests.end_to_end.test_run import _train, arguments, inputs
+from tests.end_to_end.test_run import _train, arguments
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
-
-__all__ = ["inputs"]
 
 BF16 = ["--bf16"]
 TP2_SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
