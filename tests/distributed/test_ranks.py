@@ -59,7 +59,7 @@ def test_the_first_failure_is_raised_with_rank_and_cause_and_the_others_are_kill
     start_s = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)rank 1 of 3 raised.*fail_on_one.*the reason") as caught:
         run_ranks(3, fail_on_one)
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < 50  # the others would sleep for 60
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, ValueError)
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
@@ -214,11 +213,8 @@ def test_defaults_listed_in_a_file_are_not_settings_without_effect(yaml_file):
         validate_config(config, world_size=1)
 
 
-def run_python(code: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    started = time.perf_counter()
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    return done, time.perf_counter() - started
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
 
 
 HELP = """
@@ -228,16 +224,14 @@ try:
     {function}(["--help"])
 except SystemExit as stop:
     assert stop.code == 0
-heavy = {{"torch", "numpy", "transformers", "megatron"}} & set(sys.modules)
+heavy = {{"torch", "numpy", "transformers", "megatron"}} & set(sys.modules)  # what makes a start take seconds
 assert not heavy, heavy
 """
 
 
-def test_help_is_fast_complete_and_does_not_import_torch():
+def test_help_is_complete_and_imports_nothing_slow():
     code = HELP.format(module="arguments", function="parse_arguments")
-    # the fastest of three: another process may keep the machine busy
-    results = [run_python(code) for _ in range(3)]
-    done = results[0][0]
+    done = run_python(code)
     assert done.returncode == 0, done.stderr
     words = " ".join(done.stdout.split())
     for spec in iterate_settings():
@@ -245,11 +239,10 @@ def test_help_is_fast_complete_and_does_not_import_torch():
     assert "--no-sequence-parallel" in words
     assert "longest prompt plus response (unit: tokens; default: 1024)" in words
     assert "(required)" in words
-    assert min(seconds for _, seconds in results) < 1.0
 
 
 def test_console_script_lists_its_sub_commands_without_torch():
-    done, _ = run_python(HELP.format(module="cli", function="main"))
+    done = run_python(HELP.format(module="cli", function="main"))
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout and purpose in done.stdout for name, _, purpose in cli.SUBCOMMANDS)
 

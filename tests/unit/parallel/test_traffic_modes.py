@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # a dispatch mode imports it at its first operation; before the fork it is imported only once
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
@@ -23,15 +24,15 @@ from megatron_logra.parallel.traffic import DEFAULT_PURPOSE, OTHER_GROUP, Record
 F32, BF16 = 4, 2  # bytes of an element
 
 
-def in_child(test: Callable[[], None]) -> Callable[[], None]:
-    """Run a test in a forked process: autograd's threads, once started, do not survive the forks of other tests."""
+def in_new_process(test: Callable[[], None]) -> Callable[[], None]:
+    """Run a test in an interpreter of its own: threads that autograd starts do not survive the forks of other tests."""
 
     @functools.wraps(test)
     def run() -> None:
-        process = multiprocessing.get_context("fork").Process(target=test)
-        process.start()
-        process.join(60)
-        assert process.exitcode == 0, "its message is in the captured output"
+        code = f"from {test.__module__} import {test.__name__} as test; test.__wrapped__()"
+        folder = Path(__file__).parent
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
 
     return run
 
@@ -46,7 +47,7 @@ def fake_group(world_size: int) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-@in_child
+@in_new_process
 def test_a_backward_on_another_thread_is_counted_without_the_purpose_around_it() -> None:
     """A backward nested beyond autograd's depth limit (60) goes on in a thread of its pool, as on CUDA all do."""
     threads = set()
@@ -149,7 +150,7 @@ def test_counters_nest_but_not_in_themselves() -> None:
     assert inner.records == {("all_reduce", OTHER_GROUP, DEFAULT_PURPOSE): Record(1, 2 * F32)}
 
 
-@in_child
+@in_new_process
 def test_a_compiled_function_stays_compiled_and_its_collectives_are_counted() -> None:
     graphs = []
 
