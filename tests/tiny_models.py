@@ -9,8 +9,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -23,6 +27,10 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "mistral": MistralConfig,
+    "phi3": Phi3Config,
+    "gemma2": Gemma2Config,
+    "gemma3_text": Gemma3TextConfig,
     "mixtral": MixtralConfig,
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3_moe": Qwen3MoeConfig,
@@ -34,6 +42,22 @@ EXPERTS: dict[str, dict[str, object]] = {
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40
     ),
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
+}
+# Windows shorter than the tests' sequences, caps that bend the scores and logits of these small models, a scale of the
+# queries that is not that of the head size, and two kinds of layers that differ in window and rotary base.
+ATTENTION: dict[str, dict[str, object]] = {
+    "mistral": dict(sliding_window=4),
+    "phi3": dict(sliding_window=6),
+    "gemma2": dict(sliding_window=4, query_pre_attn_scalar=24, attn_logit_softcapping=1.5, final_logit_softcapping=2.0),
+    "gemma3_text": dict(
+        sliding_window=4,
+        query_pre_attn_scalar=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
 }
 
 
@@ -59,16 +83,16 @@ def make_tiny_model(family: str, *, seed: int = 0, scale: float = 4.0, **overrid
         pad_token_id=None,
         attn_implementation="eager",
     )
-    if family in ("qwen2", "qwen2_moe"):
+    if family in ("qwen2", "qwen2_moe", "phi3"):
         settings.pop("head_dim")
-    settings |= EXPERTS.get(family, {}) | overrides
+    settings |= EXPERTS.get(family, {}) | ATTENTION.get(family, {}) | overrides
     torch.manual_seed(seed)
     options = {"experts_implementation": "eager"} if family in EXPERTS else {}  # the fused one has no fp64
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**settings), dtype=torch.float32, **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                centre = 0.0 if name.endswith("bias") else 1.0
+                centre = 0.0 if name.endswith("bias") or family.startswith("gemma") else 1.0
                 parameter.copy_(centre + 0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(scale)

@@ -57,6 +57,18 @@ def assemble_local(
     return local
 
 
+def take_rows(row_slices: Sequence[RowSlice], rows: slice) -> list[RowSlice]:
+    """The slices of local rows `rows` alone, which are counted from the first of them."""
+    taken = []
+    for piece in row_slices:
+        begin, end = max(piece.local_rows.start, rows.start), min(piece.local_rows.stop, rows.stop)
+        if begin < end:
+            shift = piece.hf_rows.start - piece.local_rows.start
+            hf_rows = slice(begin + shift, end + shift)
+            taken.append(RowSlice(piece.hf_name, hf_rows, slice(begin - rows.start, end - rows.start)))
+    return taken
+
+
 def scatter_rows(local: Tensor, row_slices: Sequence[RowSlice]) -> Iterator[tuple[str, slice, Tensor]]:
     """The reverse of `assemble_local`: (Hugging Face name, its rows, view of the local rows), no copy.
 
@@ -74,20 +86,23 @@ def merge_shards(
 ) -> dict[str, Tensor]:
     """Whole Hugging Face tensors from the shards of all tensor-parallel ranks, in rank order.
 
+    A tensor that is one piece of one shard is a view of it, others are copies.
     Vocabulary padding is cut. A replicated parameter is taken from the first shard. Every source row must
     be covered: the result of a partial set of shards would hold garbage, so the number of shards is the TP
     size by definition.
     """
     tp_size = len(shards)
     ranks = range(1) if entry.parallel == "replicated" else range(tp_size)
-    whole = {
-        name: torch.empty(hf_shape, dtype=shards[0].dtype, device=shards[0].device)
-        for name, hf_shape in entry.hf_shapes.items()
-    }
+    whole: dict[str, Tensor] = {}
     for rank in ranks:
         columns = local_columns(entry, rank, tp_size)
         row_slices = local_rows(entry, shape, rank, tp_size, padded_vocab)
         for name, rows, block in scatter_rows(shards[rank], row_slices):
+            if block.shape == entry.hf_shapes[name]:
+                whole[name] = block
+                continue
+            if name not in whole:
+                whole[name] = block.new_empty(entry.hf_shapes[name])
             target = whole[name][rows] if block.dim() == 1 else whole[name][rows, columns]
             target.copy_(block)
     return whole

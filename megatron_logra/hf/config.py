@@ -1,24 +1,30 @@
 """Reads the shape of a model from a Hugging Face folder's config.json.
 
 Everything that decides a tensor's size or the forward pass is taken from config.json and checked here; what
-this package cannot compute faithfully (sliding windows, unknown rope scalings, quantised weights, biases
-outside qkv) is an error and never ignored. Positions of the rope settings: `rope_theta` / `rope_scaling`
-(transformers 4) and `rope_parameters` (transformers 5).
+this package cannot compute faithfully (unknown rope scalings, quantised weights, biases outside qkv) is an error and
+never ignored.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .families import FAMILIES, Family
+from .families import FAMILIES, REFUSED_TYPES, Activation, Family
+from .rope import RopeScaling, read_rope
+from .windows import read_windows
 
-_LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh",),
+}
+FindFamily = Callable[[Path], tuple[Mapping[str, Any], Family]]
+"""Gives, for a folder whose family is not in `FAMILIES`, config.json with all defaults and a family."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +32,12 @@ class ModelShape:
     """Sizes and forward-pass constants of one decoder, dense or with a mixture of experts in every layer.
 
     Sizes are counts; `kv_channels` is the size of one attention head (not always hidden_size /
-    num_attention_heads); `num_query_groups` is the number of key/value heads; `rope_scaling` is None or the
-    four numbers of the Llama 3 scaling (`factor`, `low_freq_factor`, `high_freq_factor`,
-    `original_max_position_embeddings`); `dtype` is the type config.json declares (float32 when it declares
-    none), which single tensors on disk may differ from.
+    num_attention_heads); `num_query_groups` is the number of key/value heads; `dtype` is the type config.json declares
+    (float32 when it declares none), which single tensors on disk may differ from.
+
+    Layers whose entry in `sliding_layers` (empty: none) is true attend to the last `sliding_window` positions only, and
+    rotate by `local_rotary_base`, unscaled, if that is not None. `softmax_scale` None is `kv_channels ** -0.5`. A soft
+    cap `c` makes `c tanh(x / c)` of attention scores `x` or of logits. `is_gemma` is explained at `hf.families.Family`.
 
     `num_experts` None means dense. Otherwise a token goes to `moe_router_topk` of them, each of inner width
     `moe_ffn_hidden_size`, with weights that sum to 1 if `normalize_topk` is true, and through a shared expert
@@ -47,7 +55,7 @@ class ModelShape:
     max_position_embeddings: int
     layernorm_epsilon: float
     rotary_base: float
-    rope_scaling: Mapping[str, float] | None
+    rope_scaling: RopeScaling | None
     qkv_bias: bool
     qk_layernorm: bool
     tie_embeddings: bool
@@ -58,6 +66,25 @@ class ModelShape:
     moe_ffn_hidden_size: int = 0
     moe_shared_expert_size: int | None = None
     normalize_topk: bool = True
+    activation: Activation = "silu"
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()
+    local_rotary_base: float | None = None
+    softmax_scale: float | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    is_gemma: bool = False
+    other_family: Family | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def table(self) -> Family:
+        """Rules of this model's tensors: those of `family` in our table, or `other_family` where it was read by one."""
+        return FAMILIES[self.family] if self.other_family is None else self.other_family
+
+    @property
+    def post_norms(self) -> bool:
+        """Whether what attention and MLP add to the residual stream is normalised before."""
+        return any(rule.megatron_name == "post_mlp_layernorm.weight" for rule in self.table.layer_rules)
 
     @property
     def query_size(self) -> int:
@@ -70,7 +97,7 @@ class ModelShape:
         return self.num_query_groups * self.kv_channels
 
     def size_of(self, symbol: str) -> int:
-        """The number behind a size symbol of `hf.families`."""
+        """The number behind a size symbol of `hf.rules`."""
         sizes = {
             "hidden": self.hidden_size,
             "q": self.query_size,
@@ -86,7 +113,9 @@ class ModelShape:
         return sizes[symbol]
 
 
-def read_model_shape(folder: str | Path, overrides: Mapping[str, object] | None = None) -> ModelShape:
+def read_model_shape(
+    folder: str | Path, overrides: Mapping[str, object] | None = None, *, find_other: FindFamily | None = None
+) -> ModelShape:
     """Read and check `folder`/config.json.
 
     Args:
@@ -96,6 +125,7 @@ def read_model_shape(folder: str | Path, overrides: Mapping[str, object] | None 
             `max_position_embeddings`, `normalization`, `rotary_base`,
             `untie_embeddings_and_output_weights`). None values are ignored. They can only confirm what
             config.json says.
+        find_other: asked about a `model_type` that is not in our table.
 
     Raises:
         ValueError: missing folder or file, invalid JSON, unsupported family or feature, missing key, sizes
@@ -103,10 +133,16 @@ def read_model_shape(folder: str | Path, overrides: Mapping[str, object] | None 
             message).
     """
     path = Path(folder) / "config.json"
-    raw = _read_json(path)
-    family = _find_family(raw, path)
+    raw: Mapping[str, Any] = _read_json(path)
+    other = None
+    if find_other is not None and raw.get("model_type") not in {*FAMILIES, *REFUSED_TYPES}:
+        try:
+            raw, other = find_other(path.parent)
+        except ValueError as error:
+            raise ValueError(f"{_unsupported_family(raw, path)}; {error}") from error
+    family = other or _find_family(raw, path)
     _refuse_unsupported(raw, family, path)
-    shape = _build_shape(raw, family, path)
+    shape = replace(_build_shape(raw, family, path), other_family=other)
     _check_sizes(shape, path)
     _check_overrides(shape, overrides or {}, path)
     return shape
@@ -126,49 +162,38 @@ def _read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _find_family(raw: dict[str, Any], path: Path) -> Family:
+def _find_family(raw: Mapping[str, Any], path: Path) -> Family:
+    if raw.get("model_type") not in FAMILIES:
+        raise ValueError(_unsupported_family(raw, path))
+    return FAMILIES[raw["model_type"]]
+
+
+def _unsupported_family(raw: Mapping[str, Any], path: Path) -> str:
     model_type = str(raw.get("model_type"))
-    if model_type not in FAMILIES:
-        supported = ", ".join(sorted(FAMILIES))
-        raise ValueError(f"{path}: model_type {model_type!r} is not a supported family; supported are {supported}")
-    return FAMILIES[model_type]
+    reason = f": {REFUSED_TYPES[model_type]}" if model_type in REFUSED_TYPES else ""
+    supported = ", ".join(sorted(FAMILIES))
+    return f"{path}: model_type {model_type!r} is not a supported family{reason}; supported are {supported}"
 
 
-def _refuse_unsupported(raw: dict[str, Any], family: Family, path: Path) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family, path: Path) -> None:
     problems = []
     for key, reason in family.refused_flags.items():
         if raw.get(key):
             problems.append(f"{key} = {raw[key]!r} is not supported: {reason}")
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        problems.append(f"hidden_act {raw['hidden_act']!r} is not supported: the gated MLP here uses silu")
+    # Gemma's own key is hidden_activation; an old hidden_act beside it is not read by transformers.
+    key = "hidden_activation" if family.is_gemma else "hidden_act"
+    known = _ACTIVATIONS[family.activation]
+    if raw.get(key, known[0]) not in known:
+        problems.append(f"{key} {raw[key]!r} is not supported: {family.name} is computed with {known[0]}")
     if raw.get("decoder_sparse_step", 1) != 1:
         problems.append(f"decoder_sparse_step {raw['decoder_sparse_step']} is not supported: every layer needs experts")
     if raw.get("quantization_config"):
         problems.append("quantization_config is set: give an unquantised checkpoint")
-    window = _sliding_window_problem(raw)
-    if window:
-        problems.append(window)
     if problems:
         raise ValueError(f"{path}: " + "; ".join(problems))
 
 
-def _sliding_window_problem(raw: dict[str, Any]) -> str | None:
-    other_types = sorted({kind for kind in raw.get("layer_types") or () if kind != "full_attention"})
-    if other_types:
-        return f"layer_types holds {', '.join(other_types)}; only full_attention is supported"
-    if not raw.get("use_sliding_window", False) or raw.get("layer_types"):
-        return None
-    window, first = raw.get("sliding_window", 4096), raw.get("max_window_layers", 28)
-    num_layers = raw.get("num_hidden_layers", 0)
-    if window is None or first >= num_layers:
-        return None
-    return (
-        f"sliding_window {window} is in use from layer {first} of {num_layers} (use_sliding_window is true); "
-        "only full attention is supported"
-    )
-
-
-def _build_shape(raw: dict[str, Any], family: Family, path: Path) -> ModelShape:
+def _build_shape(raw: Mapping[str, Any], family: Family, path: Path) -> ModelShape:
     def integer(key: str, default: object = None) -> int:
         value = raw.get(key)
         if value is None:
@@ -185,7 +210,8 @@ def _build_shape(raw: dict[str, Any], family: Family, path: Path) -> ModelShape:
             f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads} "
             f"({hidden} % {heads} = {hidden % heads}) and head_dim is not given"
         )
-    rotary_base, rope_scaling = _read_rope(raw, path)
+    num_layers = integer("num_hidden_layers")
+    rope, windows = read_rope(raw, family, path), read_windows(raw, family, num_layers, path)
     experts: dict[str, Any] = {}
     if family.moe is not None:
         keys = family.moe
@@ -200,7 +226,7 @@ def _build_shape(raw: dict[str, Any], family: Family, path: Path) -> ModelShape:
             experts["moe_shared_expert_size"] = integer(keys.shared_ffn_size)
     return ModelShape(
         family=family.name,
-        num_layers=integer("num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=hidden,
         ffn_hidden_size=integer("intermediate_size"),
         num_attention_heads=heads,
@@ -208,40 +234,41 @@ def _build_shape(raw: dict[str, Any], family: Family, path: Path) -> ModelShape:
         kv_channels=integer("head_dim", hidden // heads),
         vocab_size=integer("vocab_size"),
         max_position_embeddings=integer("max_position_embeddings"),
-        layernorm_epsilon=float(raw.get("rms_norm_eps", 1e-6)),
-        rotary_base=rotary_base,
-        rope_scaling=rope_scaling,
+        layernorm_epsilon=float(raw.get("rms_norm_eps", family.config_defaults.get("rms_norm_eps", 1e-6))),
+        rotary_base=rope.base,
+        rope_scaling=rope.scaling,
         qkv_bias=family.qkv_bias,
         qk_layernorm=family.qk_layernorm,
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", family.config_defaults.get("tie_word_embeddings", False))),
         dtype=_read_dtype(raw, path),
+        activation=family.activation,
+        sliding_window=windows.size,
+        sliding_layers=windows.layers,
+        local_rotary_base=rope.local_base if windows.size is not None else None,
         **experts,
+        **(_read_gemma(raw, family, path) if family.is_gemma else {}),
     )
 
 
-def _read_rope(raw: dict[str, Any], path: Path) -> tuple[float, dict[str, float] | None]:
-    """Rotary base and Llama 3 scaling, from `rope_parameters` or from `rope_theta` and `rope_scaling`."""
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    base = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    if "rope_theta" in raw and float(raw["rope_theta"]) != base:
-        raise ValueError(
-            f"{path}: rope_theta is {raw['rope_theta']} but rope_parameters.rope_theta is {base:g}; make them agree"
-        )
-    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1, 1.0):
-        raise ValueError(f"{path}: partial_rotary_factor {partial} is not supported; only 1 is")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return base, None
-    if kind != "llama3":
-        raise ValueError(f"{path}: rope type {kind!r} is not supported; supported are default, llama3")
-    missing = [key for key in _LLAMA3_ROPE_KEYS if key not in rope]
-    if missing:
-        raise ValueError(f"{path}: llama3 rope scaling lacks {', '.join(missing)}")
-    return base, {key: float(rope[key]) for key in _LLAMA3_ROPE_KEYS}
+def _read_gemma(raw: Mapping[str, Any], family: Family, path: Path) -> dict[str, Any]:
+    def positive(key: str) -> float | None:
+        value = raw.get(key, family.config_defaults.get(key))
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            raise ValueError(f"{path}: {key} = {value!r} must be a number > 0, or null where there is none")
+        return value
+
+    scalar = positive("query_pre_attn_scalar")
+    if scalar is None:
+        raise ValueError(f"{path}: key 'query_pre_attn_scalar' is null")
+    return {
+        "is_gemma": True,
+        "softmax_scale": scalar**-0.5,
+        "attention_softcap": positive("attn_logit_softcapping"),
+        "final_softcap": positive("final_logit_softcapping"),
+    }
 
 
-def _read_dtype(raw: dict[str, Any], path: Path) -> torch.dtype:
+def _read_dtype(raw: Mapping[str, Any], path: Path) -> torch.dtype:
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .config import ModelShape
-from .families import Layout, Parallel
+from .rules import Layout, Parallel
 
 
 @dataclass(frozen=True)

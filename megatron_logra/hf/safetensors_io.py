@@ -25,7 +25,6 @@ from torch import Tensor
 
 from .atomic import replace_folder, restore_interrupted, sync_folder
 from .config import ModelShape
-from .families import FAMILIES
 from .shard_file import DTYPE_NAMES, ShardFile
 from .table import full_table
 
@@ -182,7 +181,7 @@ def validate_checkpoint(reader: HFReader, shape: ModelShape) -> None:
 
 
 def _warn_of_surplus(reader: HFReader, shape: ModelShape, surplus: list[str]) -> None:
-    embedding, _, head = (rule.sources[0].name for rule in FAMILIES[shape.family].outer_rules)
+    embedding, _, head = (rule.sources[0].name for rule in shape.table.outer_rules)
     if shape.tie_embeddings and head in surplus:
         surplus = [name for name in surplus if name != head]
         if not _equal_tensors(reader, embedding, head):

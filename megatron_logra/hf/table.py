@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from .config import ModelShape
-from .families import FAMILIES, Rule
 from .rows import ParameterEntry, RowSlice, SourceRows, local_columns, local_rows, local_shape
+from .rules import Rule
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _stage_entries(
     final: bool,
     experts: Iterable[int] | None,
 ) -> list[ParameterEntry]:
-    family = FAMILIES[shape.family]
+    family = shape.table
     word_embedding, final_norm, head = family.outer_rules
     held = list(range(shape.num_experts or 0) if experts is None else experts)
     entries = []

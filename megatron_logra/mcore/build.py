@@ -18,7 +18,7 @@ from megatron_logra.mcore.logprobs import VocabShard
 from megatron_logra.mcore.model import build_model
 from megatron_logra.mcore.moe import SketchedMoELayer
 from megatron_logra.mcore.policy import Policy
-from megatron_logra.mcore.spec import select_modules
+from megatron_logra.mcore.spec import attention_beyond_engine, select_modules
 from megatron_logra.mcore.transformer_config import PolicySettings, build_transformer_config, stage_layers
 from megatron_logra.optim.logra import LograOptimizer, LograSettings, PartReductions
 from megatron_logra.optim.split_master import round_to_bf16, split_fp32
@@ -41,7 +41,7 @@ def build_policy(shape: ModelShape, settings: PolicySettings, groups: ParallelGr
     Raises:
         ValueError: the model cannot be split this way, with the arithmetic; or a pattern of targets is wrong.
     """
-    modules = select_modules(settings.transformer_impl)
+    modules = select_modules(settings.transformer_impl, own_attention=attention_beyond_engine(shape, groups.cp_size))
     config = build_transformer_config(shape, settings, groups, fused_rope=modules.fused_rope)
     padded_vocab = padded_vocab_size(shape.vocab_size, settings.make_vocab_size_divisible_by, groups.tp_size)
     parameters = build_param_plan(
@@ -82,7 +82,7 @@ def build_policy(shape: ModelShape, settings: PolicySettings, groups: ParallelGr
         target_groups=chosen,
         phase=phase,
         groups=groups,
-        vocab=VocabShard.of_rank(shape.vocab_size, padded_vocab, groups.tp),
+        vocab=VocabShard.of_rank(shape.vocab_size, padded_vocab, groups.tp, softcap=shape.final_softcap),
         chunk_size=settings.chunk_size,
     )
     if settings.train_all or settings.train_non_targets:

@@ -1,6 +1,7 @@
 """Log-probabilities of chosen tokens from hidden states, over a sharded vocabulary and in chunks of tokens.
 
-    logprob_N = z_N,target - logsumexp_v z_Nv,   z = H W^T / temperature       entropy_N = logsumexp - sum_v p_v z_v
+    logprob_N = z_N,target - logsumexp_v z_Nv       entropy_N = logsumexp - sum_v p_v z_v
+    z = cap(H W^T) / temperature                    cap(x) = c tanh(x / c) in families with soft-capping, else x
 
 Logits of more than one chunk of tokens never exist: forward keeps only the log-normaliser of each token, backward
 recomputes the chunk. Every tensor-parallel rank holds the logits of its own vocabulary shard; padding columns at the
@@ -23,24 +24,48 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The part of the vocabulary a rank holds: first token number, columns before the padding, and the group."""
+    """The part of the vocabulary a rank holds: first token number, columns before the padding, and the group.
+
+    `softcap` is the `c` of the logits' cap, None where they have none.
+    """
 
     first: int
     num_valid: int
     group: ProcessGroup
+    softcap: float | None = None
 
     @classmethod
-    def of_rank(cls, vocab_size: int, padded_vocab_size: int, group: ProcessGroup) -> VocabShard:
+    def of_rank(
+        cls, vocab_size: int, padded_vocab_size: int, group: ProcessGroup, *, softcap: float | None = None
+    ) -> VocabShard:
         """Shard of this rank when `padded_vocab_size` columns are split evenly over `group`."""
         width = padded_vocab_size // dist.get_world_size(group)
         first = width * dist.get_rank(group)
-        return cls(first, min(max(vocab_size - first, 0), width), group)
+        return cls(first, min(max(vocab_size - first, 0), width), group, softcap)
 
 
 def compute_chunk_logits(hidden_nH: Tensor, weight_VH: Tensor, shard: VocabShard, temperature: float) -> Tensor:
     """Local logits of a chunk divided by the temperature, `[n, num_valid]`, in fp32 or wider. No collectives."""
+    logits = _raw_logits(hidden_nH, weight_VH, shard)
+    if shard.softcap is not None:
+        logits = (logits / shard.softcap).tanh_() * shard.softcap
+    return logits / temperature
+
+
+def compute_chunk_tangent(logits_nV: Tensor, tangent_nH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
+    """Derivative of `logits_nV`, those of temperature 1, along `tangent_nH` of the hidden states. No collectives."""
+    tangent_nV = _raw_logits(tangent_nH, weight_VH, shard)
+    return tangent_nV if shard.softcap is None else tangent_nV.mul_(_cap_slope(logits_nV, shard.softcap, 1.0))
+
+
+def _raw_logits(hidden_nH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
     logits = hidden_nH @ weight_VH[: shard.num_valid].t()
-    return logits.to(_statistics_dtype(logits.dtype)) / temperature
+    return logits.to(_statistics_dtype(logits.dtype))
+
+
+def _cap_slope(logits_nV: Tensor, softcap: float, temperature: float) -> Tensor:
+    """Derivative of the cap where it gave `logits_nV * temperature`: `1 - tanh^2`."""
+    return 1 - (logits_nV * (temperature / softcap)).square_()
 
 
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -104,12 +129,16 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         for hidden, target, lse, grad in zip(
             *(t.split(ctx.chunk) for t in (hidden_NH, target_N, normaliser, grad_N)), strict=True
         ):
-            probabilities = compute_chunk_logits(hidden, weight_VH, shard, ctx.temperature).sub_(lse[:, None]).exp_()
+            logits = compute_chunk_logits(hidden, weight_VH, shard, ctx.temperature)
+            slope = None if shard.softcap is None else _cap_slope(logits, shard.softcap, ctx.temperature)
+            probabilities = logits.sub_(lse[:, None]).exp_()
             grad_logits = probabilities.mul_(-grad[:, None] / ctx.temperature)
             own, column = _own_targets(target, shard)
             if shard.num_valid:
                 share = torch.where(own, grad / ctx.temperature, torch.zeros_like(grad))
                 grad_logits.scatter_add_(1, column[:, None], share[:, None].to(grad_logits.dtype))
+            if slope is not None:
+                grad_logits.mul_(slope)
             if grad_weight is not None:
                 grad_weight[: shard.num_valid].addmm_(grad_logits.t(), hidden.to(grad_logits.dtype))
             grads.append(grad_logits.to(hidden.dtype) @ weight)

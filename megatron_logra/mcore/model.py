@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -12,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_logra.hf.config import ModelShape
-from megatron_logra.mcore.rotary import compute_rotary_frequencies
+from megatron_logra.mcore.rotary import LayerRotaryEmbedding, compute_rotary_frequencies
 from megatron_logra.mcore.spec import LayerModules, build_layer_spec
 from megatron_logra.mcore.transformer_config import chunk_layers
 from megatron_logra.parallel.groups import ParallelGroups
@@ -104,12 +105,21 @@ def build_model(
         )
         # Angles are computed in the dtype of the frequencies: fp32, or wider for a wider model.
         frequencies = compute_rotary_frequencies(shape, device=model.rotary_pos_emb.inv_freq.device)
-        model.rotary_pos_emb.inv_freq = frequencies.to(torch.promote_types(config.params_dtype, torch.float32))
+        wide = torch.promote_types(config.params_dtype, torch.float32)
+        model.rotary_pos_emb = LayerRotaryEmbedding(frequencies.to(wide), model.rotary_pos_emb)
         model.requires_grad_(False)
         if model.pre_process:
+            if shape.is_gemma:
+                model.embedding.register_forward_hook(_scale_embedding)
             model.embedding.register_forward_hook(_anchor_gradient)
         chunks.append(model)
     return StageModel(chunks, config, layers)
+
+
+def _scale_embedding(_module: object, _inputs: object, output: Tensor) -> Tensor:
+    """Gemma's embeddings times sqrt(hidden_size), which transformers rounds to fp32 and then to the model's dtype."""
+    scale = torch.tensor(math.sqrt(output.shape[-1]), dtype=torch.float32, device=output.device)
+    return output * scale.to(output.dtype)
 
 
 def _anchor_gradient(_module: object, _inputs: object, output: Tensor) -> Tensor:

@@ -22,12 +22,14 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_logra.hf.config import ModelShape
 from megatron_logra.mcore.attention import CausalAttention, GroupedSelfAttention
+from megatron_logra.mcore.layer import PostNormTransformerLayer
 from megatron_logra.mcore.linear import SketchedColumnParallelLinear, SketchedRowParallelLinear
 from megatron_logra.mcore.moe import Router, SketchedMoELayer
 from megatron_logra.mcore.norm import ApexRMSNorm, RMSNorm
+from megatron_logra.mcore.transformer_config import DecoderConfig
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,18 @@ def _can_import(package: str) -> bool:
 def select_modules(
     transformer_impl: str | None,
     *,
+    own_attention: str | None = None,
     can_import: Callable[[str], bool] = _can_import,
     has_cuda: bool | None = None,
 ) -> LayerModules:
     """Modules for `--transformer-impl`; None takes Transformer Engine where it can run.
 
+    Args:
+        own_attention: what the model needs that Transformer Engine's attention does not have; then ours is taken beside
+            its norms.
+
     Raises:
-        ValueError: Transformer Engine is asked for and cannot run here.
+        ValueError: Transformer Engine is asked for and cannot run here, or does not have what the model needs.
     """
     has_cuda = torch.cuda.is_available() if has_cuda is None else has_cuda
     has_te = can_import("transformer_engine.pytorch")
@@ -65,17 +72,35 @@ def select_modules(
             f"transformer_impl transformer_engine needs {lacking}, which this machine does not have: install it, or "
             "give --transformer-impl local"
         )
+    if transformer_impl == "transformer_engine" and own_attention is not None:
+        raise ValueError(
+            f"transformer_impl transformer_engine has no {own_attention}, which this model needs: leave the setting "
+            "out, then its norms are used with an attention that has it"
+        )
     if transformer_impl == "transformer_engine" or (transformer_impl is None and has_te and has_cuda):
         from megatron_logra.mcore.te import TECausalAttention, TERMSNorm
 
-        return LayerModules(norm=TERMSNorm, core_attention=TECausalAttention, fused_rope=True)
+        attention = TECausalAttention if own_attention is None else CausalAttention
+        return LayerModules(norm=TERMSNorm, core_attention=attention, fused_rope=True)
     has_apex = has_cuda and can_import("apex.normalization.fused_layer_norm")
     return LayerModules(norm=ApexRMSNorm if has_apex else RMSNorm, core_attention=CausalAttention)
 
 
-def build_layer_spec(config: TransformerConfig, modules: LayerModules) -> ModuleSpec:
+def attention_beyond_engine(shape: ModelShape, cp_size: int) -> str | None:
+    """What this model's attention needs that Transformer Engine's does not have; None if it has everything."""
+    if shape.attention_softcap is not None:
+        return "soft-capping of attention scores"
+    if shape.sliding_window is not None and cp_size > 1:
+        # It has them for other ways of exchanging keys than Megatron's default, the ring.
+        return "sliding windows under context parallelism"
+    return None
+
+
+def build_layer_spec(config: DecoderConfig, modules: LayerModules) -> ModuleSpec:
     """Megatron's transformer layer around our linears and `modules`."""
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    if config.post_norms:
+        spec.module, spec.params = PostNormTransformerLayer, {"post_norm": modules.norm}
     layer = spec.submodules
     layer.input_layernorm = modules.norm
     layer.pre_mlp_layernorm = modules.norm

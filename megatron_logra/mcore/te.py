@@ -24,19 +24,23 @@ class TERMSNorm(FusedRMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(
-            hidden_size, eps=eps, sequence_parallel=config.sequence_parallel, params_dtype=config.params_dtype
+            hidden_size,
+            eps=eps,
+            sequence_parallel=config.sequence_parallel,
+            params_dtype=config.params_dtype,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
         )
-        self._tangent_eps = eps
+        self._tangent_eps, self._zero_centered = eps, config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
         if forward_ad.unpack_dual(x).tangent is not None:
-            return rms_norm(x, self.weight, self._tangent_eps)
+            return rms_norm(x, self.weight, self._tangent_eps, zero_centered=self._zero_centered)
         return super().forward(x)
 
 
 class TECausalAttention(TEDotProductAttention):
-    """Transformer Engine's attention (fused, also under context parallelism)."""
+    """Transformer Engine's attention (fused, also under context parallelism); it reads Megatron's `window_size`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """As Megatron builds core attention."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_block import get_num_layers_to_build, get_transformer_layer_offset
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron_logra.hf.config import ModelShape
+from megatron_logra.hf.families import Activation
 from megatron_logra.parallel.groups import ParallelGroups
 
 
@@ -45,16 +50,34 @@ class PolicySettings:
     chunk_size: int = 1024
 
 
+@dataclass
+class DecoderConfig(TransformerConfig):
+    """Megatron's configuration with what it has no field for.
+
+    `attention_softcap` `c` makes `c tanh(x / c)` of attention scores `x`; with `post_norms` what attention and MLP add
+    to the residual stream is normalised before.
+    """
+
+    attention_softcap: float | None = None
+    post_norms: bool = False
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
 def build_transformer_config(
     shape: ModelShape, settings: PolicySettings, groups: ParallelGroups, *, fused_rope: bool
-) -> TransformerConfig:
+) -> DecoderConfig:
     """Megatron's configuration for `shape`, laid out over `groups`.
 
     The loss arrives already divided by the global number of valid tokens, hence `calculate_per_token_loss`; sequences
     of a step differ in length between micro-batches, hence `variable_seq_lengths`.
     """
     pipelined = groups.pp_size > 1
-    return TransformerConfig(
+    return DecoderConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -64,7 +87,7 @@ def build_transformer_config(
         layernorm_epsilon=shape.layernorm_epsilon,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=_ACTIVATIONS[shape.activation],
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_layernorm,
@@ -98,11 +121,25 @@ def build_transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=fused_rope,
         cross_entropy_loss_fusion=False,
+        **_attention_settings(shape),
         **_expert_settings(shape),
     )
 
 
-def _expert_settings(shape: ModelShape) -> dict[str, object]:
+def _attention_settings(shape: ModelShape) -> dict[str, Any]:
+    """What Megatron calls the window counts the positions to the left of a token, not the token itself."""
+    window = None if shape.sliding_window is None else (shape.sliding_window - 1, 0)
+    return {
+        "window_size": window,
+        "window_attn_skip_freq": None if window is None else [int(layer) for layer in shape.sliding_layers],
+        "softmax_scale": shape.softmax_scale,
+        "attention_softcap": shape.attention_softcap,
+        "layernorm_zero_centered_gamma": shape.is_gemma,
+        "post_norms": shape.post_norms,
+    }
+
+
+def _expert_settings(shape: ModelShape) -> dict[str, Any]:
     """No token is dropped and no auxiliary loss is added: the policy is the one that the rollout engine samples."""
     if shape.num_experts is None:
         return {"moe_token_dispatcher_type": "alltoall"}

@@ -21,6 +21,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from megatron_logra.hf.config import ModelShape
 from megatron_logra.rollout.engine import SamplingParams
 from megatron_logra.rollout.kv_cache import RolloutCache
 from megatron_logra.rollout.sampling import draw_uniforms, sample_tokens
@@ -41,9 +42,10 @@ class Request:
 class CausalLM:
     """Calls a `transformers` causal language model with a rollout cache, in whichever way its version asks for."""
 
-    def __init__(self, model: nn.Module, num_layers: int) -> None:
+    def __init__(self, model: nn.Module, shape: ModelShape) -> None:
         self._model = model
-        self._num_layers = num_layers
+        self._num_layers = shape.num_layers
+        self._windows = {shape.sliding_window if is_local else None for is_local in shape.sliding_layers or (False,)}
         parameter = next(model.parameters())
         self._dtype, self.device = parameter.dtype, parameter.device
         # The argument was `past_key_values` before it became `cache`.
@@ -67,7 +69,7 @@ class CausalLM:
         slots_Q = torch.arange(start, start + tokens_BQ.shape[1], device=self.device)
         output = self._model(
             input_ids=tokens_BQ,
-            attention_mask=self._additive_mask(slots_Q, first_B, start + tokens_BQ.shape[1]) if padded else None,
+            attention_mask=self._attention_masks(slots_Q, first_B, start + tokens_BQ.shape[1]) if padded else None,
             position_ids=(slots_Q[None, :] - first_B[:, None]).clamp_min(0),
             use_cache=True,
             logits_to_keep=1,
@@ -76,14 +78,23 @@ class CausalLM:
         logits_BV: Tensor = output.logits[:, -1]
         return logits_BV
 
-    def _additive_mask(self, slots_Q: Tensor, first_B: Tensor, num_slots: int) -> Tensor:
-        """Causal mask `[B, 1, Q, L]` that hides padding: 0 where visible, -inf elsewhere.
+    def _attention_masks(self, slots_Q: Tensor, first_B: Tensor, num_slots: int) -> Tensor | dict[str, Tensor]:
+        """The mask of all layers, or of each kind of layers by its name in `transformers`."""
+        masks = {window: self._additive_mask(slots_Q, first_B, num_slots, window) for window in self._windows}
+        if len(masks) == 1:
+            return next(iter(masks.values()))
+        return {"full_attention" if window is None else "sliding_attention": mask for window, mask in masks.items()}
+
+    def _additive_mask(self, slots_Q: Tensor, first_B: Tensor, num_slots: int, window: int | None) -> Tensor:
+        """Causal mask `[B, 1, Q, L]` that hides padding and what lies before the window: 0 where visible, else -inf.
 
         A padded query sees its own slot: a softmax over nothing is NaN, and NaN times a weight of 0 is NaN.
         """
         slots_L = torch.arange(num_slots, device=self.device)
         causal_QL = slots_L[None, :] <= slots_Q[:, None]
         own_QL = slots_L[None, :] == slots_Q[:, None]
+        if window is not None:
+            causal_QL &= slots_L[None, :] > slots_Q[:, None] - window
         real_BL = slots_L[None, :] >= first_B[:, None]
         visible_BQL = (real_BL[:, None, :] & causal_QL) | own_QL
         mask_BQL = torch.zeros(visible_BQL.shape, dtype=self._dtype, device=self.device)
@@ -116,7 +127,11 @@ def decode_batch(
     uniform_BN = draw_uniforms([row.seed for row in rows], params.max_new_tokens).to(model.device)
     for step in range(params.max_new_tokens):
         token_B, logprob_B = sample_tokens(
-            logits_BV, uniform_BN[:, step], temperature=params.temperature, top_p=params.top_p
+            logits_BV,
+            uniform_BN[:, step],
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
         )
         for row, token, logprob in zip(rows, token_B.tolist(), logprob_B.tolist(), strict=True):
             row.token_ids.append(token)

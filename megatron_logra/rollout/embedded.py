@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from megatron_logra.hf.config import read_model_shape
+from megatron_logra.hf.config import ModelShape, read_model_shape
 from megatron_logra.hf.loaded import checkpoint_views
 from megatron_logra.hf.safetensors_io import HFReader
 from megatron_logra.hf.table import full_table
@@ -41,7 +41,7 @@ class EmbeddedEngine:
     """A `RolloutEngine` that samples in this process.
 
     Args:
-        folder: Hugging Face folder; gives shape, weights and, if it is there, the tokenizer.
+        folder: Hugging Face folder; gives weights and, if it is there, the tokenizer.
         dtype: float32, or bfloat16 (then targets have remainders), or float64 (references).
         device: where the model is.
         batch_size: most requests sampled at once.
@@ -50,6 +50,7 @@ class EmbeddedEngine:
             targets of the model's family.
         tokenizer: a `transformers` tokenizer to use instead of the folder's.
         policy_version: version of the weights in the folder.
+        shape: of the model, by default as config.json in `folder` says.
 
     Raises:
         ValueError: a folder, shape or setting that does not fit.
@@ -66,6 +67,7 @@ class EmbeddedEngine:
         groups: Mapping[str, str] | None = None,
         tokenizer: Any | None = None,
         policy_version: int = 0,
+        shape: ModelShape | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {DTYPES}, got {dtype}")
@@ -74,12 +76,14 @@ class EmbeddedEngine:
                 f"batch_size and max_prefill_tokens must be >= 1, got {batch_size} and {max_prefill_tokens}"
             )
         folder = Path(folder)
-        shape = read_model_shape(folder)
+        shape = shape or read_model_shape(folder)
         self.max_length = shape.max_position_embeddings
         self.vocab_size = shape.vocab_size
         self.tokenizer = tokenizer or _load_tokenizer(folder)
-        self._model = _load_model(folder, dtype, device)
-        self._causal_lm = CausalLM(self._model, shape.num_layers)
+        self._model = _load_model(
+            folder, dtype, device, attention="sdpa" if shape.attention_softcap is None else "eager"
+        )
+        self._causal_lm = CausalLM(self._model, shape)
         self._batch_size = batch_size
         self._max_prefill_tokens = max_prefill_tokens
         self._groups = dict(target_groups([full_table(shape)]) if groups is None else groups)
@@ -263,13 +267,16 @@ class EmbeddedEngine:
             self._store(name, reader.read(name), seen)
 
 
-def _load_model(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """The frozen model; ValueError if the folder's tensors are not exactly the model's."""
+def _load_model(folder: Path, dtype: torch.dtype, device: torch.device | str, *, attention: str) -> Any:
+    """The frozen model; ValueError if the folder's tensors are not exactly the model's.
+
+    `attention` is transformers' name of how it is computed; only `eager` caps scores softly.
+    """
     had_progress_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+            folder, dtype=dtype, attn_implementation=attention, local_files_only=True, output_loading_info=True
         )
     finally:
         if had_progress_bar:

@@ -4,9 +4,10 @@ Protocol: an engine serves exactly one policy version. `apply_factors` moves it 
 `packet.version_after` or refuses and changes nothing; `load_full` puts it at any version. Every `Generation`
 names the version it was sampled from.
 
-Log-probabilities are those of the sampled token under the full softmax of `logits / temperature`: before top-p
-cuts the distribution, so that they compare with the trainer's. With temperature 0 (greedy) they are taken at
-temperature 1.
+Log-probabilities are those of the sampled token under the full softmax of `logits / temperature`, over the real
+tokens of the vocabulary and before top-k and top-p cut it. Trainer and predicted KL use that same distribution, so
+all of them compare; what top-k and top-p decide is only which tokens are seen. With temperature 0 (greedy)
+log-probabilities are taken at temperature 1.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class SamplingParams:
 
     Attributes:
         temperature: divides the logits; 0 means greedy.
-        top_p: the next token comes from the smallest set of most likely tokens with at least this probability.
+        top_p: the next token comes from the smallest set of most likely tokens with at least this probability,
+            of what top_k left.
+        top_k: the next token is one of so many most likely ones (and of those that tie with the last); 0: of all.
         max_new_tokens: a response ends after so many tokens (then `Generation.finished` is False).
         stop_token_ids: any of these ends a response and is its last token.
         stop: any of these strings ends a response. Its tokens stay in `token_ids`; `text` ends before it.
@@ -40,6 +43,7 @@ class SamplingParams:
 
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -50,6 +54,8 @@ class SamplingParams:
             raise ValueError(f"temperature must be finite and >= 0 (0 is greedy), got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0 (0 samples from all tokens), got {self.top_k}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
         if any(not text for text in self.stop):

@@ -32,6 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     save_tiny_model(root / "qwen3", "qwen3")
     save_tiny_model(root / "tied", "llama", tie_word_embeddings=True)
+    save_tiny_model(root / "gemma2", "gemma2", tie_word_embeddings=True)
     save_tiny_model(root / "moe", "qwen3_moe")
     return {path.name: path for path in root.iterdir()}
 
@@ -87,10 +88,11 @@ def _whole(results: list[dict[str, Any]], folder: Path) -> dict[str, Tensor]:
     return whole
 
 
-def test_adam_is_torch_adam_on_transformers(folders: dict[str, Path]) -> None:
-    folder = folders["qwen3"]
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_adam_is_torch_adam_on_transformers(folders: dict[str, Path], family: str) -> None:
+    folder = folders[family]
     results = run_ranks(1, _train, folder, Layout(), torch.float32, False)
-    model = make_tiny_model("qwen3").train()
+    model = make_tiny_model(family, tie_word_embeddings=family == "gemma2").train()
     matrices = [p for p in model.parameters() if p.dim() > 1]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
     assert matrices

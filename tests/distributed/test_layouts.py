@@ -28,6 +28,9 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "eight": ("llama", {"num_hidden_layers": 8, "tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
+    "phi3": ("phi3", {}),  # q, k and v fused on disk, gate and up too; windows
+    "gemma2": ("gemma2", {"tie_word_embeddings": True}),
+    "gemma3": ("gemma3_text", {"tie_word_embeddings": True}),
     "qwen2_moe": ("qwen2_moe", {}),  # a shared expert with a gate, weights of the routed experts not normalised
 }
 CASES = [
@@ -54,6 +57,9 @@ CASES = [
     ("six", Layout(pp=3, vpp=2)),
     ("eight", Layout(pp=2, vpp=2, dp=2, micro_batch_size=2)),
     ("eight", Layout(pp=4, vpp=2, cp=2)),
+    ("phi3", Layout(tp=4)),
+    ("gemma2", Layout(cp=2, tp=2, sp=True, recompute="uniform")),
+    ("gemma3", Layout(cp=2, pp=2, recompute="core_attn+mlp")),
     ("qwen3_moe", Layout(dp=2, ep=2)),
     ("qwen3_moe", Layout(tp=2, sp=True, ep=2, etp=1)),
     ("qwen3_moe", Layout(tp=2, dp=2, sp=True, ep=2, etp=2)),

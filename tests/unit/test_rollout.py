@@ -1,7 +1,8 @@
-"""The embedded engine against `transformers`, and every packet that it must refuse."""
+"""Sampling against a slow reference, the embedded engine against `transformers`, and packets that must be refused."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megatron_logra.hf.table import full_table
 from megatron_logra.optim.merge import round_factor
 from megatron_logra.rollout.embedded import EmbeddedEngine
 from megatron_logra.rollout.engine import SamplingParams
+from megatron_logra.rollout.sampling import TOP_P_CANDIDATES, sample_tokens
 from megatron_logra.sync.packet import FactorEntry, FactorPacket, PacketRefused, join_packets
 from megatron_logra.sync.sender import group_widths, target_groups
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
@@ -50,9 +52,11 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(folder: Path) -> N
             ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.7])
-def test_a_request_does_not_depend_on_its_batch(folder: Path, top_p: float) -> None:
-    params = SamplingParams(temperature=0.9, top_p=top_p, max_new_tokens=6, seed=5, stop_token_ids=(3, 4, 5))
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.7, 0), (1.0, 20), (0.7, 20)])
+def test_a_request_does_not_depend_on_its_batch(folder: Path, top_p: float, top_k: int) -> None:
+    params = SamplingParams(
+        temperature=0.9, top_p=top_p, top_k=top_k, max_new_tokens=6, seed=5, stop_token_ids=(3, 4, 5)
+    )
     prompts = _prompts(12)
     together = EmbeddedEngine(folder, batch_size=12).generate(prompts, params, request_ids=range(100, 112))
     apart = EmbeddedEngine(folder, batch_size=1).generate(prompts[::-1], params, request_ids=range(111, 99, -1))
@@ -72,6 +76,64 @@ def test_sampling_follows_the_softmax(folder: Path) -> None:
     counts = torch.bincount(torch.tensor([g.token_ids[0] for g in draws]), minlength=260) / number
     # Five standard deviations of each share, plus one draw for the rarest tokens.
     assert ((counts - p).abs() <= 5 * (p * (1 - p) / number).sqrt() + 1 / number).all()
+
+
+def _reference_token(logits: list[float], uniform: float, temperature: float, top_p: float, top_k: int) -> int:
+    """One row, one token at a time in Python's floats: vLLM's order, temperature, then top-k, then top-p of the rest."""
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])
+    kept = set(order)
+    if top_k:
+        kept = {token for token in order if logits[token] >= logits[order[min(top_k, len(order)) - 1]]}
+    weight = {token: math.exp((logits[token] - logits[order[0]]) / temperature) for token in kept}
+    if top_p < 1:
+        total, before = math.fsum(weight.values()), 0.0
+        for token in [token for token in order if token in kept]:
+            if before >= top_p * total:
+                kept.discard(token)
+            before += weight[token]
+    # The walk goes up the vocabulary, or down the probabilities once these had to be sorted.
+    walk = [token for token in (order if top_p < 1 else range(len(logits))) if token in kept]
+    goal, reached = uniform * math.fsum(weight[token] for token in walk), 0.0
+    for token in walk:
+        reached += weight[token]
+        if reached > goal:
+            return token
+    return walk[-1]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
+@pytest.mark.parametrize("top_k", [0, 1, 7, TOP_P_CANDIDATES + 50, 700, 5000])
+def test_top_k_and_top_p_pick_the_tokens_of_a_slow_reference(top_k: int, top_p: float) -> None:
+    """fp64 on both sides: a number falls between two sums of 700 terms, which differ by 1e-13, with that probability."""
+    generator = torch.Generator().manual_seed(top_k)
+    # Rows from nearly greedy to nearly uniform: the last ones need more candidates than are sorted at first.
+    scale = torch.logspace(1, -2, 24, dtype=torch.float64)[:, None]
+    logits = torch.randn(24, 700, generator=generator, dtype=torch.float64) * scale
+    uniform = torch.rand(24, generator=generator, dtype=torch.float64)
+    token, logprob = sample_tokens(logits, uniform, temperature=0.7, top_p=top_p, top_k=top_k)
+    expected = [
+        _reference_token(row, number, 0.7, top_p, top_k)
+        for row, number in zip(logits.tolist(), uniform.tolist(), strict=True)
+    ]
+    assert token.tolist() == expected
+    full = (logits / 0.7).log_softmax(-1).gather(1, token[:, None])[:, 0]
+    torch.testing.assert_close(logprob, full, rtol=0, atol=1e-12)
+    for row in range(24):
+        one = slice(row, row + 1)
+        alone, _ = sample_tokens(logits[one], uniform[one], temperature=0.7, top_p=top_p, top_k=top_k)
+        assert alone.tolist() == expected[one]
+
+
+def test_tokens_that_tie_with_the_kth_stay() -> None:
+    logits = torch.tensor([[1.0, 0.0, 2.0, 1.0, -9.0]]).expand(400, -1)
+    uniform = torch.linspace(0, 1, 401, dtype=torch.float64)[:-1]
+    token, _ = sample_tokens(logits, uniform, temperature=1.0, top_k=2)
+    assert set(token.tolist()) == {0, 2, 3}
+
+
+def test_a_top_k_below_0_is_refused() -> None:
+    with pytest.raises(ValueError, match="top_k must be >= 0"):
+        SamplingParams(top_k=-1)
 
 
 def _packet(folder: Path, version: int = 0) -> FactorPacket:
