@@ -21,6 +21,8 @@ Names and definitions (per step; NeMo-RL's and verl's wherever they have one):
     logra/mismatch                          mean of log p_gen - log p_train over tokens of finished responses, nats
     timing_s/*                              wall seconds of one phase on one rank; kl_probe is part of update_actor,
                                             eval and save are no part of step
+    memory/kl_probe_peak_extra_bytes        most that predicting the KL needed beyond what was in use before it, over
+                                            ranks: of torch's CUDA allocator, or resident memory of the process
     perf/throughput                         (prompt + response) tokens of the step / (step seconds * ranks)
 
 Shapes: N valid response tokens, flat; B responses, flat.

@@ -6,7 +6,9 @@ All values are global and equal on all ranks. The host reads device values here 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,9 +18,50 @@ from megatron_logra.mcore.policy import Policy, TokenOutputs
 from megatron_logra.mcore.tangent import compute_actual_kl
 from megatron_logra.optim.logra import LograOptimizer, UpdateNorms
 from megatron_logra.parallel.guards import find_nonfinite
-from megatron_logra.parallel.reductions import sum_over
-from megatron_logra.parallel.scalars import read_scalars, require_finite
+from megatron_logra.parallel.reductions import max_over, sum_over
+from megatron_logra.parallel.scalars import raise_on_all_ranks, read_scalars, require_finite
 from megatron_logra.rl.batching import MicroBatch
+
+_NAMES_SHOWN = 8
+
+
+@contextmanager
+def watch_peak_memory(name: str, values: dict[str, Tensor], policy: Policy) -> Iterator[None]:
+    """Add to `values`, as `name`, the most memory that the body needed beyond what was in use before it, in bytes.
+
+    The largest of all ranks. On CUDA it is what torch hands out, and the peak of its allocator starts anew; on a
+    CPU under Linux it is the process's resident memory; elsewhere nothing is added. Collective: one all-reduce MAX of a
+    number over the world.
+    """
+    device = policy.device
+    before_bytes = _restart_peak(device)
+    yield
+    if before_bytes is None:
+        return
+    extra_bytes = torch.tensor(float(_peak_bytes(device) - before_bytes), dtype=torch.float64, device=device)
+    values[name] = max_over(extra_bytes, policy.groups.world)
+
+
+def _restart_peak(device: torch.device) -> int | None:
+    """Let the peak of memory in use start from now; bytes in use, None where nobody counts them."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        return _resident_bytes("VmRSS")
+    except OSError:
+        return None
+
+
+def _peak_bytes(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident_bytes("VmHWM")
+
+
+def _resident_bytes(kind: str) -> int:
+    """A line of Linux's account of this process, which counts in KiB."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{kind}:"))
 
 
 def named_norms(norms: UpdateNorms) -> dict[str, Tensor]:
@@ -49,6 +92,7 @@ def read_step(
         variance: of that sum, if it is an estimate.
 
     Raises:
+        ForwardModeError: a layer has no forward mode; on ranks without such a layer a RuntimeError that names one.
         FloatingPointError: on all ranks when a value is not finite.
     """
     groups = policy.groups
@@ -76,14 +120,34 @@ def read_step(
         metrics["logra/predicted_kl_std_error"] = math.sqrt(variance_sum) / kl_tokens
     metrics |= {"logra/mismatch": gap_sum / gap_tokens if gap_tokens else 0.0}
     metrics |= dict(zip(values, read, strict=True))
-    require_finite(metrics, where=lambda: _nonfinite_groups(policy, optimizer))
+    if not math.isfinite(metrics.get("logra/predicted_kl", 0.0)):
+        raise_on_all_ranks(policy.phase.failure, groups.world, policy.device)
+    require_finite(metrics, where=lambda: _describe_nonfinite(policy, optimizer, predicted))
     return metrics
 
 
-def _nonfinite_groups(policy: Policy, optimizer: LograOptimizer | None) -> list[str]:
-    """Projection groups whose sketch is not finite on any rank. Collective; called when something is not finite."""
-    if optimizer is None:
-        return []
+def _describe_nonfinite(policy: Policy, optimizer: LograOptimizer | None, predicted: Tensor | None) -> str:
+    """Where values that are not finite come from, equal on all ranks. Collective; called when something is not."""
+    names = [] if optimizer is None else _nonfinite_groups(policy, optimizer)
+    if names:
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        return f"The sketches of {', '.join(names[:_NAMES_SHOWN])}{more} are not finite."
+    if predicted is None:
+        return ""
+    groups = policy.groups
+    is_bad = torch.zeros(groups.dp_size, dtype=torch.bool, device=policy.device)
+    is_bad[groups.dp_rank] = ~predicted.isfinite()
+    replicas = find_nonfinite([str(replica) for replica in range(groups.dp_size)], is_bad, groups.world)
+    if not replicas:
+        return ""
+    return (
+        "The logits of the probe, or their derivative along the update, are not finite on data-parallel rank "
+        f"{', '.join(replicas)}."
+    )
+
+
+def _nonfinite_groups(policy: Policy, optimizer: LograOptimizer) -> list[str]:
+    """Projection groups whose sketch is not finite on any rank."""
     is_bad = torch.zeros(len(policy.target_groups), dtype=torch.bool, device=policy.device)
     place = {group: index for index, group in enumerate(policy.target_groups)}
     for target in optimizer.buffer.targets:
@@ -127,14 +191,22 @@ def measure_kl(
     metrics: dict[str, float],
 ) -> dict[str, float]:
     """Exact KL of the update just made, over the probe, and its ratio to the scaled prediction."""
-    groups = policy.groups
     hidden_after = policy.compute_hidden(probe_batch)
-    local = torch.zeros(2, dtype=torch.float64, device=probe_batch.tokens_BT.device)
+    total = None
     if hidden_before is not None and hidden_after is not None:
         total = compute_actual_kl(policy, hidden_before, hidden_after, temperature=temperature)
-        if groups.tp_rank == 0:
-            local = torch.stack([total, torch.full_like(total, probe_batch.num_entries)])
-    kl_sum, kl_tokens = read_scalars(*sum_over(local, groups.world).unbind())
+    actual = mean_over_probe(policy, probe_batch, total)
     scaled = metrics.get("logra/scaled_predicted_kl", 0.0)
-    actual = kl_sum / kl_tokens
     return {"logra/actual_kl": actual} | ({"logra/actual_over_predicted_kl": actual / scaled} if scaled > 0 else {})
+
+
+def mean_over_probe(policy: Policy, probe_batch: MicroBatch, total: Tensor | None) -> float:
+    """Mean over the probe positions of all ranks; `total` is the sum over this rank's, read on the last stage only.
+
+    Collective over the world.
+    """
+    local = torch.zeros(2, dtype=torch.float64, device=policy.device)
+    if total is not None and policy.groups.is_last_stage and policy.groups.tp_rank == 0:
+        local = torch.stack([total, torch.full_like(total, probe_batch.num_entries)])
+    value, count = read_scalars(*sum_over(local, policy.groups.world).unbind())
+    return value / count

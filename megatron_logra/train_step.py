@@ -24,12 +24,13 @@ from torch import Tensor
 
 from megatron_logra.kl.controller import KLController
 from megatron_logra.mcore.dense import DenseOptimizer
-from megatron_logra.mcore.fisher import FisherEstimate, compute_fisher_kl
+from megatron_logra.mcore.fisher import compute_fisher_kl
 from megatron_logra.mcore.policy import Policy, TokenOutputs
 from megatron_logra.mcore.tangent import compute_predicted_kl
 from megatron_logra.metrics import Timers
 from megatron_logra.optim.logra import LograOptimizer
 from megatron_logra.parallel.reductions import reduce_sketches_
+from megatron_logra.parallel.scalars import raise_on_all_ranks
 from megatron_logra.rl.batching import (
     MicroBatch,
     Response,
@@ -43,7 +44,14 @@ from megatron_logra.rl.batching import (
 from megatron_logra.rl.losses import grpo_token_loss
 from megatron_logra.rl.selection import select_informative
 from megatron_logra.sketch.target import SketchTarget
-from megatron_logra.step_metrics import choose_alpha, complete_prediction, measure_kl, named_norms, read_step
+from megatron_logra.step_metrics import (
+    choose_alpha,
+    complete_prediction,
+    measure_kl,
+    named_norms,
+    read_step,
+    watch_peak_memory,
+)
 
 
 @dataclass(frozen=True)
@@ -82,11 +90,13 @@ class UpdateOutcome:
 
     `metrics` are global and equal on all ranks. `batches`, `outputs` and `loss_sums` are this rank's micro-batches and,
     on the last pipeline stage, what the policy before the update said of them (sums over this rank's tokens).
+    `probe_batch` is this rank's share of what the KL was predicted and measured on.
     """
 
     metrics: dict[str, float]
     batches: list[MicroBatch]
     outputs: list[TokenOutputs]
+    probe_batch: MicroBatch
     loss_sums: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -121,9 +131,9 @@ def train_step(
         measure: evaluate the probe again after the update and report the actual KL.
         dense: of all other weights; None when they are frozen.
 
-    Raises:
-        FloatingPointError: on all ranks, with nothing applied, when a norm or the predicted KL is not finite; names
-            the layers whose sketch is not.
+    Raises (on all ranks, with no weight changed):
+        FloatingPointError: a norm or the predicted KL is not finite; names the sketches or replicas that are not.
+        ForwardModeError: a layer has no forward mode; on ranks without such a layer a RuntimeError that names one.
         ValueError: no response is valid, or the numbers do not divide.
     """
     timed = timers or (lambda name: nullcontext())
@@ -149,11 +159,10 @@ def train_step(
         values |= named_norms(optimizer.compute_direction_())
     with timed("kl_probe"):
         if optimizer is not None and (predict or optimizer.kl_per_square_norm is None):
-            if probe.estimator == "jvp":
-                predicted = compute_predicted_kl(policy, probe_batch, temperature=settings.temperature)
-            else:
-                estimate = _estimate_by_fisher(policy, probe_responses, probe, optimizer.num_updates, settings)
-                predicted, variance = estimate.total, estimate.variance
+            with watch_peak_memory("memory/kl_probe_peak_extra_bytes", values, policy):
+                predicted, variance = _predict_kl(
+                    policy, probe_responses, probe_batch, probe, optimizer.num_updates, settings
+                )
         metrics = read_step(policy, optimizer, values, predicted, variance, probe_batch, batches, outputs)
     hidden_before = policy.compute_hidden(probe_batch) if measure else None
 
@@ -168,7 +177,7 @@ def train_step(
 
     if measure:
         metrics |= measure_kl(policy, probe_batch, hidden_before, settings.temperature, metrics)
-    return UpdateOutcome(metrics, batches, outputs, loss_sums)
+    return UpdateOutcome(metrics, batches, outputs, probe_batch, loss_sums)
 
 
 def _build_training_batches(
@@ -216,23 +225,49 @@ def build_own_batches(
 
 
 def _choose_probe(policy: Policy, responses: Sequence[Response], probe: ProbeSettings) -> list[Response]:
-    """The first `num_responses * dp` responses of the batch, cut to the probe's tokens."""
+    """The first `num_responses * dp` responses that have a generated token, cut to the probe's tokens.
+
+    Where there are fewer, others fill up the number; since the batch has a valid token, the probe has one.
+    """
     size = policy.groups.dp_size
-    first = responses[: min(probe.num_responses * size, len(responses))]
+    spoken_first = sorted(responses, key=lambda response: not response.response_ids)
+    first = spoken_first[: probe.num_responses * size]
     return select_probe_responses(first, num_responses=len(first), max_tokens=probe.max_tokens * size)
 
 
-def _estimate_by_fisher(
-    policy: Policy, chosen: Sequence[Response], probe: ProbeSettings, update: int, settings: UpdateSettings
-) -> FisherEstimate:
-    """The Fisher form on this rank's probe responses; a response's numbers depend on its place in the probe only."""
+def check_forward_mode(policy: Policy) -> None:
+    """Make sure that the tangent pass goes through every layer, with one token of each replica. Collective.
+
+    Raises `ForwardModeError` on the ranks whose layers have no forward mode, a `RuntimeError` on the others.
+    """
+    token = Response([0], [0], [0.0], reward=0.0, finished=True, sample_index=0, group=0)
+    _, (batch,) = build_own_batches(policy, [token] * policy.groups.dp_size, [0.0] * policy.groups.dp_size)
+    compute_predicted_kl(policy, batch, temperature=1.0)
+    raise_on_all_ranks(policy.phase.failure, policy.groups.world, policy.device)
+
+
+def _predict_kl(
+    policy: Policy,
+    chosen: Sequence[Response],
+    batch: MicroBatch,
+    probe: ProbeSettings,
+    update: int,
+    settings: UpdateSettings,
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of the predicted KL over this rank's share `batch` of the chosen responses; its variance, if estimated.
+
+    The numbers that the Fisher form draws for a response depend on its place in the probe only.
+    """
+    if probe.estimator == "jvp":
+        return compute_predicted_kl(policy, batch, temperature=settings.temperature), None
     own, batches = build_own_batches(policy, chosen, [0.0] * len(chosen), micro_batch_size=1)
     uniforms = []
     for index in own:
         generator = torch.Generator().manual_seed((probe.seed * 1_000_003 + update) * 1_000_003 + index)
         size = (probe.draws, len(chosen[index].response_ids))
         uniforms.append(torch.rand(size, generator=generator, dtype=torch.float64))
-    return compute_fisher_kl(policy, batches, uniforms, temperature=settings.temperature)
+    estimate = compute_fisher_kl(policy, batches, uniforms, temperature=settings.temperature)
+    return estimate.total, estimate.variance
 
 
 def _build_probe(policy: Policy, chosen: Sequence[Response]) -> MicroBatch:

@@ -42,6 +42,10 @@ from megatron_logra.parallel.traffic import purpose
 from megatron_logra.sketch.target import SketchTarget
 
 
+class LostTangentError(RuntimeError):
+    """A tensor of the tangent pass came without a tangent: an operation before it dropped the derivative."""
+
+
 def record_backward_(target: SketchTarget, grad_out_TO: Tensor, projected_TR: Tensor) -> None:
     """What a backward pass leaves behind in the current phase: a share of the sketch, or of the update's score."""
     if target.phase.current == "score":
@@ -131,15 +135,26 @@ class _SketchedLocalLinear(torch.autograd.Function):
         return grad_out @ weight, None, None
 
 
+def split_dual(x: Tensor, where: str) -> tuple[Tensor, Tensor]:
+    """Primal and tangent of a dual number. Raises `LostTangentError`, naming `where`, when there is no tangent."""
+    primal, tangent = forward_ad.unpack_dual(x)
+    if tangent is None:
+        raise LostTangentError(
+            f"{where} has no tangent: an operation before it dropped the derivative, as detach() and custom operators "
+            "without forward mode do"
+        )
+    return primal, tangent
+
+
 def add_update_tangent(y: Tensor, projected_TR: Tensor, target: SketchTarget) -> Tensor:
-    """Add `-P D^T - decay y`, the layer's own share of the tangent, to that of `y_SBO` (a dual or a plain tensor)."""
-    primal, tangent = forward_ad.unpack_dual(y)
+    """Add `-P D^T - decay y`, the layer's own share of the tangent, to that of the dual tensor `y_SBO`."""
+    primal, tangent = split_dual(y, f"the output of {target.group}")
     direction_OR = target.require_sketch().to(projected_TR.dtype)
     own = -(projected_TR @ direction_OR.t()).view_as(primal)
     if target.decay:
         own = own - target.decay * primal
     # A fresh dual number is a view of its primal; Megatron passes views through a function without tangent.
-    return forward_ad.make_dual(primal, own if tangent is None else tangent + own).clone()
+    return forward_ad.make_dual(primal, tangent + own).clone()
 
 
 class SketchedColumnParallelLinear(ColumnParallelLinear):
@@ -182,8 +197,8 @@ class SketchedColumnParallelLinear(ColumnParallelLinear):
         return gather(x, self.tp_group)
 
     def _tangent_forward(self, x: Tensor, target: SketchTarget) -> Tensor:
+        primal, _ = split_dual(x, f"the input of {target.group}")
         x_full = self._whole_input(x)
-        primal = forward_ad.unpack_dual(x).primal
         if self.is_expert:
             projected = project(primal, target)
         else:
@@ -223,7 +238,8 @@ class SketchedRowParallelLinear(RowParallelLinear):
     def _target_forward(self, x: Tensor, target: SketchTarget) -> Tensor:
         """This rank's part of the sum."""
         if target.phase.current == "tangent":
-            projected = project(forward_ad.unpack_dual(x).primal, target)
+            primal, _ = split_dual(x, f"the input of {target.group}")
+            projected = project(primal, target)
             return add_update_tangent(F.linear(x, self.weight), projected, target)
         if target.phase.records and torch.is_grad_enabled():
             return _SketchedLocalLinear.apply(x, self.weight, target)

@@ -22,6 +22,13 @@ def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     return x
 
 
+def max_over(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Take the elementwise maximum of `x` over `group` in place and return it; no communication in a group of one."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+    return x
+
+
 def reduce_sketches_(buffer: SketchBuffer, groups: ParallelGroups) -> None:
     """Make the sketches of all ranks whole: of each part one all-reduce of the partial rows, then one of all rows.
 

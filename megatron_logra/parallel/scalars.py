@@ -16,8 +16,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 
-_NAMES_SHOWN = 8
-
 
 def read_scalars(*values: Tensor) -> tuple[float, ...]:
     """Host copies of 0-d tensors, in one device synchronisation; 1.0 for each fake tensor."""
@@ -26,22 +24,20 @@ def read_scalars(*values: Tensor) -> tuple[float, ...]:
     return tuple(torch.stack([value.detach().to(torch.float64) for value in values]).tolist())
 
 
-def require_finite(named: dict[str, float], *, where: Callable[[], list[str]] = list) -> None:
+def require_finite(named: dict[str, float], *, where: Callable[[], str] = str) -> None:
     """Raise `FloatingPointError` when a value is not finite.
 
     The values must already be equal on all ranks (results of a reduction), so that all ranks raise or none does.
-    `where` is then asked, on all ranks, for the names of what is not finite.
+    `where` is then asked, on all ranks, for a sentence about where that comes from, or nothing.
     """
     bad = {name: value for name, value in named.items() if not math.isfinite(value)}
     if bad:
         listing = ", ".join(f"{name} = {value}" for name, value in bad.items())
-        names = where()
-        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        shown = ", ".join(names[:_NAMES_SHOWN]) + more
-        source = f" The sketches of {shown} are not finite." if names else ""
+        source = where()
         raise FloatingPointError(
-            f"non-finite values in this step, nothing was applied: {listing}.{source} Lower --logra-update-ratio or "
-            "--kl-budget, check the rewards and advantages of this step, or train in a wider dtype"
+            f"non-finite values in this step, nothing was applied: {listing}. {source}{' ' if source else ''}Lower "
+            "--logra-update-ratio or --kl-budget, check the rewards and advantages of this step, or train in a wider "
+            "dtype"
         )
 
 

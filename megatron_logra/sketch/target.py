@@ -26,12 +26,14 @@ Sharding = Literal["column", "row"]
 class SketchPhase:
     """The phase shared by all targets of a model; changed only through `during`.
 
-    `score` is the fp64 0-d number that backward adds to in the phase of that name.
+    `score` is the fp64 0-d number that backward adds to in the phase of that name. `failure` says why the last tangent
+    pass could not carry its tangent through this rank's layers, None if it could.
     """
 
     def __init__(self) -> None:
         self.current: Phase = "off"
         self.score: Tensor | None = None
+        self.failure: Exception | None = None
 
     @property
     def records(self) -> bool:

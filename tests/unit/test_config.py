@@ -254,6 +254,7 @@ def test_model_overrides_are_those_given():
         ),
         (1, {"kl_budget": float("nan")}, "kl_budget nan is out of range: set --kl-budget to a finite value"),
         (1, {"rollout_top_p": 1.5}, "rollout_top_p 1.5 is out of range"),
+        (1, {"rollout_top_k": -1}, "rollout_top_k -1 is out of range: set --rollout-top-k to a value at least 0"),
         (1, {"rollout_temperature": 0}, "at 0 all responses of a group would be the same"),
         (1, {"grpo_group_size": 1}, "the advantage in a group of one is always 0"),
         (1, {"logra_beta2": 1.0}, "set --logra-beta2 to a value at least 0 and less than 1"),
