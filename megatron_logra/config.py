@@ -9,6 +9,7 @@ Nothing here or below imports torch, so that `--help` answers at once.
 """
 
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -61,8 +62,20 @@ class RolloutConfig:
     rollout_engine: Literal["embedded"] = setting(
         "embedded", help="embedded: a Hugging Face model in every process of the trainer"
     )
-    rollout_temperature: float = setting(1.0, help="sampling temperature")
-    rollout_top_p: float = setting(1.0, help="sample from the likeliest tokens of this total probability")
+    rollout_temperature: float = setting(
+        1.0, help="sampling temperature; log-probabilities and the predicted KL are taken at it, on both sides"
+    )
+    rollout_top_p: float = setting(
+        1.0,
+        help="sample from the likeliest tokens of this total probability, of what --rollout-top-k left; "
+        "log-probabilities and the predicted KL stay those of the whole distribution, on both sides",
+    )
+    rollout_top_k: int = setting(
+        0,
+        help="sample from so many likeliest tokens, before --rollout-top-p; 0: from all; log-probabilities and the "
+        "predicted KL stay those of the whole distribution, on both sides",
+        unit="tokens",
+    )
     rollout_max_new_tokens: int = setting(256, help="longest response", unit="tokens")
     rollout_stop: tuple[str, ...] = setting((), help="texts that end a response, beside the end token")
     rollout_batch_size: int = setting(64, help="responses that a rank generates at the same time", unit="responses")
@@ -100,9 +113,30 @@ class CheckpointConfig:
     """Checkpoints."""
 
     save: str | None = setting(None, help="folder of the run's results and checkpoints; not set: nothing is saved")
-    load: str | None = setting(None, help="folder that an earlier run of the same layout saved, to continue it")
+    load: str | None = setting(
+        None,
+        help="folder that an earlier run saved, to continue it on any layout; the same as --save: start anew when it "
+        "holds no checkpoint yet, so that a restarted job goes on by itself",
+    )
     save_interval: int | None = setting(
         None, help="save every so many iterations; not set: only at the end", unit="iterations"
+    )
+    save_retain_interval: int | None = setting(
+        None,
+        help="keep only checkpoints of every so many iterations, the newest two and the best; not set: keep all",
+        unit="iterations",
+    )
+    save_best_metric: str | None = setting(
+        None, help="save whenever this metric of an evaluation (val/accuracy, val/reward) is the highest so far"
+    )
+    async_save: bool = setting(
+        False, help="write checkpoints and exports while training goes on, from a copy in host memory"
+    )
+    fallback: bool = setting(True, help="continue from an older checkpoint when the newest one is damaged")
+    export_interval: int | None = setting(
+        None,
+        help="write the policy as SAVE/huggingface every so many iterations; not set: with every checkpoint",
+        unit="iterations",
     )
 
 
@@ -192,6 +226,12 @@ class Config:
     def synchronisation(self) -> Literal["factors", "full", "auto"]:
         """How the rollout engine follows: the setting; factors alone do not describe a dense update."""
         return "full" if self.trains_densely else self.sync.sync
+
+    @property
+    def starts_or_continues(self) -> bool:
+        """Whether the run continues its own folder, and starts anew while that holds no checkpoint."""
+        load, save = self.checkpoint.load, self.checkpoint.save
+        return load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
 
     @property
     def responses_per_step(self) -> int:

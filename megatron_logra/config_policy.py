@@ -123,6 +123,9 @@ class TrainingConfig:
         help="stop after an iteration that is divisible by this; not set: run to the end",
         unit="iterations",
     )
+    exit_signal_handler: bool = setting(
+        False, help="at SIGTERM finish the iteration, save and end with status 0, instead of ending at once"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,8 +202,8 @@ class KLConfig:
     )
     kl_estimator: Literal["jvp", "fisher", "auto"] = setting(
         "auto",
-        help="how the KL is predicted: jvp, exactly, by the forward-mode derivative; fisher, estimated by backward "
-        "passes from drawn labels; auto: jvp, which every layer here has",
+        help="how the KL is predicted: jvp, exactly, by the forward-mode derivative, which a pass at the start makes "
+        "sure that all layers have; fisher, estimated by backward passes from drawn labels; auto: jvp",
     )
     kl_fisher_draws: int = setting(8, help="labels that --kl-estimator fisher draws at each position of the probe")
     kl_budget: float = setting(2e-4, help="KL that the first update may cost", unit="nats per token")
@@ -211,10 +214,14 @@ class KLConfig:
     kl_schedule_steps: int = setting(300, help="updates over which the budget falls from first to last", unit="updates")
     kl_alpha_max: float = setting(3.0, help="largest factor by which a proposed update is scaled")
     kl_probe_responses: int = setting(
-        2, help="responses of each data-parallel rank that the prediction uses", unit="responses"
+        2,
+        help="responses of each data-parallel rank that the prediction uses, the first that have a generated token",
+        unit="responses",
     )
     kl_probe_max_tokens: int = setting(
-        4096, help="bound on the tokens of those responses, on each data-parallel rank", unit="tokens"
+        4096,
+        help="bound on the generated tokens of those responses, on each data-parallel rank; longer ones are cut",
+        unit="tokens",
     )
     kl_probe_interval: int = setting(
         1,

@@ -70,6 +70,7 @@ _RANGES = (
     ("grpo_clamp_eps_upper", _NOT_NEGATIVE),
     ("rollout_temperature", _POSITIVE),
     ("rollout_top_p", _Range(0, 1, low_excluded=True)),
+    ("rollout_top_k", _NOT_NEGATIVE),
     ("log_samples", _NOT_NEGATIVE),
 )
 _REASONS = (
@@ -313,7 +314,14 @@ def _kl_rules(config: Config) -> Iterator[_WithoutEffect]:
 
 
 def _output_rules(config: Config) -> Iterator[_WithoutEffect]:
-    yield _WithoutEffect(config.checkpoint.save is None, ("save_interval",), "no save", "give --save a folder")
+    yield _WithoutEffect(
+        config.checkpoint.save is None,
+        ("save_interval", "save_retain_interval", "save_best_metric", "async_save", "export_interval"),
+        "no save",
+        "give --save a folder",
+    )
+    yield _WithoutEffect(config.checkpoint.load is None, ("fallback",), "no load", "give --load a folder")
+    yield _WithoutEffect(config.data.eval_data is None, ("save_best_metric",), "no eval_data", "give --eval-data")
     yield _WithoutEffect(
         config.data.eval_data is None, ("eval_interval", "eval_samples"), "no eval_data", "give --eval-data a file"
     )
@@ -326,7 +334,8 @@ def _output_rules(config: Config) -> Iterator[_WithoutEffect]:
 
 
 def _check_paths(config: Config) -> Iterator[str]:
-    folders = (("hf_checkpoint", config.model.hf_checkpoint), ("load", config.checkpoint.load))
+    load = None if config.starts_or_continues else config.checkpoint.load
+    folders = (("hf_checkpoint", config.model.hf_checkpoint), ("load", load))
     files = (("train_data", config.data.train_data), ("eval_data", config.data.eval_data))
     for name, path in folders:
         if path is not None and not os.path.isdir(path):

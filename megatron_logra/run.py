@@ -12,13 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_logra.checkpoint.training import CheckpointWriter
 from megatron_logra.config import Config
 from megatron_logra.config_layout import ModelSizes, validate_model_parallel
-from megatron_logra.hf.config import ModelShape, read_model_shape
+from megatron_logra.hf.config import ModelShape
 from megatron_logra.hf.safetensors_io import HFReader, validate_checkpoint
 from megatron_logra.kl.calibration import CalibrationWatch
 from megatron_logra.kl.controller import KLController
 from megatron_logra.loggers.base import LoggerGroup
+from megatron_logra.mcore.bridge_family import read_shape
 from megatron_logra.mcore.build import (
     build_optimizer,
     build_policy,
@@ -29,7 +31,7 @@ from megatron_logra.mcore.build import (
 from megatron_logra.mcore.dense import DenseOptimizer
 from megatron_logra.mcore.initialize import initialize_distributed, initialize_model_parallel
 from megatron_logra.mcore.policy import Policy
-from megatron_logra.mcore.spec import select_modules
+from megatron_logra.mcore.spec import attention_beyond_engine, select_modules
 from megatron_logra.mcore.transformer_config import PolicySettings
 from megatron_logra.mcore.weights import ReferencePolicy, stage_tables
 from megatron_logra.metrics import Timers
@@ -42,8 +44,10 @@ from megatron_logra.rl.data import PromptStream, Sample, load_dataset, tokenize_
 from megatron_logra.rl.rewards import RewardFunction, load_reward
 from megatron_logra.rollout.embedded import EmbeddedEngine
 from megatron_logra.rollout.engine import RolloutEngine
+from megatron_logra.signals import ExitSignal
 from megatron_logra.sync.gather import ShardSizes
 from megatron_logra.sync.sender import PolicySender
+from megatron_logra.train_step import check_forward_mode
 
 
 class SetUpError(ValueError):
@@ -72,6 +76,15 @@ class Inputs:
     reward: RewardFunction
 
 
+@dataclass(frozen=True)
+class BestMetric:
+    """The highest value so far of the metric that --save-best-metric names, and the iteration that it belongs to."""
+
+    name: str
+    value: float
+    step: int
+
+
 @dataclass
 class Run:
     """The state of a training run on one rank; `step` counts finished iterations."""
@@ -90,6 +103,9 @@ class Run:
     timers: Timers
     loggers: LoggerGroup
     calibration: CalibrationWatch = field(default_factory=CalibrationWatch)
+    writer: CheckpointWriter | None = None
+    exit_signal: ExitSignal | None = None
+    best: BestMetric | None = None
     step: int = 0
 
     @property
@@ -119,7 +135,7 @@ def build_run(config: Config) -> Run:
     assert world is not None
     inputs = _read_on_all_ranks(config, world, device)
     parallel = config.parallel
-    settings = _policy_settings(config, inputs.shape)
+    settings = policy_settings(config, inputs.shape)
     groups = initialize_model_parallel(
         seed=config.training.seed,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -135,6 +151,8 @@ def build_run(config: Config) -> Run:
     if policy.target_groups:
         optimizer = build_optimizer(policy, _logra_settings(config))
         check_projections(policy, optimizer)
+        if config.kl.kl_estimator != "fisher":
+            check_forward_mode(policy)
     sender = PolicySender(
         inputs.shape,
         stage_tables(policy),
@@ -168,6 +186,7 @@ def build_run(config: Config) -> Run:
             dtype=compute_dtype(config),
             device=device,
             batch_size=config.rollout.rollout_batch_size,
+            shape=inputs.shape,
         ),
         sender=sender,
         timers=Timers(synchronize=torch.cuda.synchronize if device.type == "cuda" else None),
@@ -195,11 +214,12 @@ def read_inputs(config: Config) -> Inputs:
         ValueError: naming the file, line, tensor or setting that is wrong.
     """
     folder = config.model.hf_checkpoint
-    shape = read_model_shape(folder, config.model_overrides())
+    shape = read_shape(folder, config.model_overrides())
     validate_model_parallel(config, _sizes(shape))
     if config.optimizer.optimizer == "logra":
         select_groups(shape, config.optimizer.logra_targets or None)
-    select_modules(config.parallel.transformer_impl)
+    own_attention = attention_beyond_engine(shape, config.parallel.context_parallel_size)
+    select_modules(config.parallel.transformer_impl, own_attention=own_attention)
     reader = HFReader(folder)
     validate_checkpoint(reader, shape)
     tokenizer = _load_tokenizer(folder)
@@ -260,7 +280,8 @@ def _sizes(shape: ModelShape) -> ModelSizes:
     return ModelSizes(**{leaf.name: getattr(shape, leaf.name) for leaf in fields(ModelSizes)})
 
 
-def _policy_settings(config: Config, shape: ModelShape) -> PolicySettings:
+def policy_settings(config: Config, shape: ModelShape) -> PolicySettings:
+    """How the configuration lays the policy out."""
     training, parallel = config.training, config.parallel
     chunk = parallel.num_layers_per_virtual_pipeline_stage
     return PolicySettings(

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         validate_paths(config)
     except ValueError as error:
         return _refuse(error)
-    _configure_process(config)
+    configure_process(config)
     from megatron_logra.mcore.initialize import shutdown_distributed
     from megatron_logra.run import SetUpError
     from megatron_logra.trainer import train
@@ -45,7 +45,7 @@ def _refuse(error: Exception) -> int:
     return 2
 
 
-def _configure_process(config: Config) -> None:
+def configure_process(config: Config) -> None:
     """Settings that must stand before torch and transformers are imported."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if config.parallel.tensor_model_parallel_size > 1:

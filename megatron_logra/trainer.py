@@ -12,24 +12,17 @@ Every rank runs the same lines; what can fail on one rank alone ends all of them
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_logra.arguments import resolved_yaml
-from megatron_logra.checkpoint import HF_FOLDER, export_policy, load_checkpoint, save_checkpoint
 from megatron_logra.config import Config
-from megatron_logra.loggers.build import build_loggers
 from megatron_logra.mcore.build import check_replicas
-from megatron_logra.mcore.weights import read_master
 from megatron_logra.metrics import compute_accuracy_metrics, format_accuracy
 from megatron_logra.parallel.reductions import sum_over
-from megatron_logra.parallel.scalars import run_on_all_ranks
 from megatron_logra.parallel.traffic import TrafficCounter
 from megatron_logra.progress import Progress
 from megatron_logra.rl.advantages import response_advantages
@@ -37,9 +30,20 @@ from megatron_logra.rl.batching import Response, attach_logprobs
 from megatron_logra.rollout.collect import Rollouts, collect_rollouts
 from megatron_logra.rollout.engine import GenerateProgress, SamplingParams
 from megatron_logra.rollout.evaluate import evaluate_policy
-from megatron_logra.run import Run, SetUpError, build_run
+from megatron_logra.run import Run, build_run
+from megatron_logra.saving import (
+    export,
+    export_interval,
+    finish_saving,
+    is_asked_to_end,
+    is_due,
+    is_last,
+    note_evaluation,
+    save,
+    start,
+)
 from megatron_logra.summary import log_samples, summarise
-from megatron_logra.sync.packet import PacketHeader, PacketRefused
+from megatron_logra.synchronise import synchronise
 from megatron_logra.train_step import (
     ProbeSettings,
     UpdateOutcome,
@@ -59,19 +63,25 @@ def train(config: Config) -> None:
     start(run)
     try:
         first = last = evaluate(run)
+        note_evaluation(run, first)
         report(run, first)
         while run.step < config.training.train_iters:
             metrics = train_iteration(run)
             run.step += 1
+            is_best = False
             if is_due(run, config.evaluation.eval_interval) or is_last(run):
                 last = evaluate(run)
+                is_best = note_evaluation(run, last)
                 metrics |= last
             report(run, metrics)
-            leaving = is_due(run, config.training.exit_interval) or is_last(run)
-            if is_due(run, config.checkpoint.save_interval) or leaving:
-                save(run)
+            leaving = is_due(run, config.training.exit_interval) or is_last(run) or is_asked_to_end(run)
+            if is_due(run, config.checkpoint.save_interval) or is_best or leaving:
+                save(run, is_best=is_best)
+            if is_due(run, export_interval(config)) or leaving:
+                export(run)
             if leaving:
                 break
+        finish_saving(run)
         if first and run.is_first_rank:
             _log.info("held-out accuracy before: %s", format_accuracy(first))
             _log.info("held-out accuracy after:  %s", format_accuracy(last))
@@ -119,6 +129,7 @@ def sample(run: Run) -> Rollouts:
     params = SamplingParams(
         temperature=config.rollout.rollout_temperature,
         top_p=config.rollout.rollout_top_p,
+        top_k=config.rollout.rollout_top_k,
         max_new_tokens=config.rollout.rollout_max_new_tokens,
         stop_token_ids=run.inputs.stop_token_ids,
         stop=config.rollout.rollout_stop,
@@ -206,44 +217,6 @@ def update(
     return outcome, factors
 
 
-def synchronise(run: Run, factors: dict[str, Tensor]) -> None:
-    """Bring the rollout engine to the trainer's version by factors, or by all weights."""
-    if run.config.synchronisation == "full" or run.optimizer is None:
-        synchronise_full(run)
-        return
-    settings, made = run.optimizer.settings, run.optimizer.last_update
-    header = PacketHeader(
-        base_seed=settings.seed,
-        update=made.projection_update,
-        keep=made.keep,
-        rank=settings.rank,
-        distribution=settings.distribution,
-        widths=run.sender.widths,
-        version_before=run.version - 1,
-        version_after=run.version,
-    )
-    packet = run.sender.gather_packet(header, lambda entry: factors[entry.megatron_name])
-    if run.config.synchronisation == "factors":
-        run_on_all_ranks(lambda: run.engine.apply_factors(packet), run.groups.world, run.device)
-        return
-    refusal: PacketRefused | None = None
-    try:
-        run.engine.apply_factors(packet)
-    except PacketRefused as error:
-        refusal = error
-    refused = torch.tensor([refusal is not None], dtype=torch.int64, device=run.device)
-    dist.all_reduce(refused, group=run.groups.world)
-    if int(refused.item()):
-        _log.warning("%d engines refused a factor packet (%s); sending all weights", int(refused.item()), refusal)
-        synchronise_full(run)
-
-
-def synchronise_full(run: Run) -> None:
-    """Send every weight, with every bit that the trainer keeps, to the rollout engine."""
-    stream = run.sender.stream_weights(lambda entry: read_master(run.policy, entry), dtype=torch.float32)
-    run.engine.load_full(stream, run.version)
-
-
 def evaluate(run: Run) -> dict[str, float]:
     """Greedy accuracy on the held-out questions, with its 95 % interval; nothing without such questions."""
     questions, config = run.inputs.evaluation, run.config
@@ -268,79 +241,10 @@ def evaluate(run: Run) -> dict[str, float]:
     return compute_accuracy_metrics(num_correct, len(questions.samples)) | {"val/reward": mean_reward}
 
 
-def start(run: Run) -> None:
-    """Continue from --load if given, open the loggers, and write down what this run is."""
-    config = run.config
-    state = {} if config.checkpoint.load is None else load_state(run, Path(config.checkpoint.load))
-    run_on_all_ranks(lambda: open_loggers(run, state), run.groups.world, run.device)
-
-
-def load_state(run: Run, folder: Path) -> dict[str, Any]:
-    """Take over a checkpoint, rollout engine included, and return its state; `SetUpError` on all ranks otherwise."""
-    try:
-        state = load_checkpoint(folder, run.policy, run.optimizer, run.dense, run.device)
-        run.inputs.stream.load_state_dict(state["data"])
-    except (ValueError, RuntimeError) as error:
-        raise SetUpError(str(error)) from error
-    run.step = int(state["step"])
-    run.controller.load_state_dict(state["controller"])
-    if run.optimizer is not None:
-        run.optimizer.kl_per_square_norm = state["kl_per_square_norm"]
-    synchronise_full(run)
-    return state
-
-
-def open_loggers(run: Run, state: Mapping[str, Any]) -> None:
-    """Open the destinations of metrics on rank 0, continuing those of a loaded checkpoint."""
-    config = run.config
-    folder = None if config.checkpoint.save is None else Path(config.checkpoint.save)
-    run.loggers = build_loggers(
-        config.logging,
-        run_dir=folder,
-        rank=run.groups.rank,
-        last_step=config.training.train_iters,
-        resume_step=run.step if state else None,
-        wandb_run_id=state.get("wandb_run_id"),
-        run_config=config.flat(),
-    )
-    if folder is not None and run.is_first_rank:
-        (folder / "config.yaml").write_text(resolved_yaml(config), encoding="utf-8")
-
-
-def save(run: Run) -> None:
-    """Checkpoint and Hugging Face folder under --save, if that is given."""
-    config = run.config
-    if config.checkpoint.save is None:
-        return
-    folder = Path(config.checkpoint.save)
-    state: dict[str, Any] = {
-        "step": run.step,
-        "num_updates": run.version,
-        "data": run.inputs.stream.state_dict(),
-        "controller": run.controller.state_dict(),
-        "kl_per_square_norm": None if run.optimizer is None else run.optimizer.kl_per_square_norm,
-        "wandb_run_id": run.loggers.wandb_run_id,
-    }
-    with run.timers("save"):
-        save_checkpoint(folder, run.step, run.policy, run.optimizer, run.dense, state, run.device)
-        source = Path(config.model.hf_checkpoint)
-        export_policy(folder / HF_FOLDER, source, run.policy, run.sender, run.device)
-
-
 def report(run: Run, metrics: dict[str, float]) -> None:
     """Log the metrics of a finished iteration (or of the start)."""
     if metrics:
         run.loggers.log(run.step, metrics | run.timers.collect())
-
-
-def is_due(run: Run, interval: int | None) -> bool:
-    """Whether this iteration ends an interval."""
-    return interval is not None and run.step % interval == 0
-
-
-def is_last(run: Run) -> bool:
-    """Whether training ends with this iteration."""
-    return run.step == run.config.training.train_iters
 
 
 def _attach(run: Run, responses: list[Response], kind: Kind) -> list[Response]:

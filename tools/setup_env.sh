@@ -45,6 +45,9 @@ install() {
     runs "$venv/bin/python" || "$1" -m venv --clear "$venv"
     "$venv/bin/python" -m pip install --disable-pip-version-check --no-input \
         --constraint requirements-lock.txt --editable '.[dev]'
+    # Megatron-Bridge's pins exclude our transformers, and Python above 3.12.
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-input \
+        --constraint requirements-lock.txt --no-deps --ignore-requires-python megatron-bridge
 }
 
 if runs "$venv/bin/python" && [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint)" ]; then exit 0; fi

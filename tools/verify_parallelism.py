@@ -33,10 +33,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_logra.hf.config import ModelShape, read_model_shape
+from megatron_logra.hf.config import ModelShape
 from megatron_logra.hf.safetensors_io import HFReader
 from megatron_logra.hf.table import full_table
 from megatron_logra.kl.controller import KLController
+from megatron_logra.mcore.bridge_family import read_shape
 from megatron_logra.mcore.build import ReadTensor, build_optimizer, build_policy, load_weights_
 from megatron_logra.mcore.initialize import (
     initialize_distributed,
@@ -283,7 +284,7 @@ def _responses(count: int, vocab: int) -> list[Response]:
 def _model(options: argparse.Namespace) -> tuple[ModelShape, Callable[..., Tensor]]:
     """Shape and weights: of the folder, cut to --num-layers, or of a small random model that fits the layout."""
     if options.hf_checkpoint is not None:
-        shape = read_model_shape(options.hf_checkpoint)
+        shape = read_shape(options.hf_checkpoint)
         if options.num_layers is not None:
             shape = replace(shape, num_layers=min(options.num_layers, shape.num_layers))
         return shape, HFReader(options.hf_checkpoint).read

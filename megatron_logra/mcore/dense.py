@@ -7,11 +7,13 @@ gradients are summed over the ranks and not averaged.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor
 
 from megatron_logra.mcore.policy import Policy
@@ -38,6 +40,7 @@ class DenseOptimizer:
         )
         self.settings = settings
         self.num_updates = 0
+        self._policy = policy
         self._chunks = [DistributedDataParallel(config, wrapper, chunk) for chunk in policy.model.chunks]
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -80,11 +83,52 @@ class DenseOptimizer:
             self._optimizer.step()
         self.num_updates += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """Moments, fp32 copies and step counts of this rank."""
-        return {"optimizer": self._optimizer.state_dict(), "num_updates": self.num_updates}
+    def named_states(self) -> Iterator[tuple[str, str, Tensor, int]]:
+        """The live Adam state of this rank: parameter name, `exp_avg`, `exp_avg_sq` or `master`, values, first entry.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict` of the same layout."""
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.num_updates = int(state["num_updates"])
+        Values are fp32, of any shape; they belong to consecutive entries of the parameter, read row by row, from the
+        first entry on. States that do not exist before the first update are made, as zeros. `master` is the fp32 copy
+        of a bf16 weight.
+        """
+        names = {id(parameter): name for name, parameter in self._policy.model.named_parameters()}
+        for optimizer in self._optimizers():
+            for parameter, main, first in _main_parameters(optimizer):
+                state = optimizer.optimizer.state[main]
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    yield names[id(parameter)], kind, state.setdefault(kind, torch.zeros_like(main.detach())), first
+                if main.dtype != parameter.dtype:
+                    yield names[id(parameter)], "master", main.detach(), first
+
+    def resume_at(self, num_updates: int) -> None:
+        """Go on after `num_updates` updates, once the states were loaded."""
+        self.num_updates = num_updates
+        for optimizer in self._optimizers():
+            inner = optimizer.optimizer
+            counts_by_parameter = isinstance(inner, torch.optim.AdamW)  # the fused ones count by group
+            for group in inner.param_groups:
+                if not counts_by_parameter:
+                    group["step"] = num_updates
+                    continue
+                for main in group["params"]:
+                    inner.state[main]["step"] = torch.tensor(float(num_updates))
+
+    def _optimizers(self) -> list[MegatronOptimizer]:
+        """Megatron's optimizers behind the one that it returned: one for dense weights, one for experts."""
+        parts = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
+def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Each parameter with what Adam updates in its place, and the first entry of the parameter that this covers."""
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter, (group, order) in optimizer.model_param_group_index_map.items():
+            held = optimizer._get_model_param_range_map(parameter)["param"]
+            yield parameter, optimizer.optimizer.param_groups[group]["params"][order], held.start
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        for rounded, wide in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
+            yield from ((parameter, main, 0) for parameter, main in zip(rounded, wide, strict=True))
+        for same in optimizer.fp32_from_fp32_groups:
+            yield from ((parameter, parameter, 0) for parameter in same)
+    else:
+        for group in optimizer.optimizer.param_groups:
+            yield from ((parameter, parameter, 0) for parameter in group["params"])

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_logra.mcore.cpu import device_for_rank, install_cpu_support
+from megatron_logra.parallel.attempt import fresh_store
 from megatron_logra.parallel.groups import ParallelGroups
 
 
@@ -29,7 +30,9 @@ def initialize_distributed(*, backend: str | None, timeout_minutes: int) -> torc
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         timeout = timedelta(minutes=timeout_minutes)
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            store = fresh_store(store, rank, world_size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     return device

@@ -15,7 +15,8 @@ from megatron_logra.arguments import parse_arguments
 from megatron_logra.mcore.weights import read_served
 from megatron_logra.rl.data import PromptStream, load_dataset
 from megatron_logra.run import build_run
-from megatron_logra.trainer import report, save, start, train_iteration
+from megatron_logra.saving import export, finish_saving, save, start
+from megatron_logra.trainer import report, train_iteration
 from tests.distributed.ranks import run_ranks
 
 
@@ -44,6 +45,8 @@ def _train(rank: int, world_size: int, argv: list[str], until: int) -> dict[str,
         assert exported.keys() == served.keys()
         differences.append(sum(int((exported[name] != served[name]).sum()) for name in exported))
     save(run)
+    export(run)
+    finish_saving(run)
     run.loggers.close()
     return {"differences": differences, "metrics": metrics, "version": run.engine.policy_version}
 
@@ -65,6 +68,7 @@ def test_the_engine_holds_the_exported_weights_after_every_step(inputs: Path, tm
         assert result["differences"] == [0, 0, 0]
         assert result["version"] == 3
     assert results[0]["metrics"][0]["logra/predicted_kl"] > 0
+    assert results[0]["metrics"][0]["memory/kl_probe_peak_extra_bytes"] >= 0
     before = load_file(inputs / "model" / "model.safetensors")
     after = load_file(out / "huggingface" / "model.safetensors")
     assert before.keys() == after.keys()
@@ -91,7 +95,7 @@ def test_the_exported_folder_is_the_trained_policy(inputs: Path, tmp_path: Path)
     again = arguments(inputs, *LAYOUTS["tp2"])
     again[1] = str(out / "huggingface")
     results = run_ranks(2, _logprobs, again)
-    for ids, first_generated, logprobs in results[0]:
+    for ids, first_generated, logprobs, _ in results[0]:
         with torch.no_grad():
             expected = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
         targets = torch.tensor(ids)[first_generated:, None]
@@ -99,19 +103,43 @@ def test_the_exported_folder_is_the_trained_policy(inputs: Path, tmp_path: Path)
         assert torch.allclose(torch.tensor(logprobs), expected, atol=1e-4)
 
 
-def _logprobs(rank: int, world_size: int, argv: list[str]) -> list[tuple[list[int], int, list[float]]]:
-    """(tokens, first generated position, trainer's log-probabilities) of one batch of rollouts."""
+def _logprobs(rank: int, world_size: int, argv: list[str]) -> list[tuple[list[int], int, list[float], list[float]]]:
+    """(tokens, first generated position, log-probabilities of trainer and engine) of one batch of rollouts."""
     from megatron_logra.train_step import build_own_batches
     from megatron_logra.trainer import sample
 
     run = build_run(parse_arguments(argv))
     responses = sample(run).responses
     _, batches = build_own_batches(run.policy, responses, [0.0] * len(responses), micro_batch_size=1)
-    outputs = run.policy.compute_logprobs(batches, temperature=1.0)
+    outputs = run.policy.compute_logprobs(batches, temperature=run.config.rollout.rollout_temperature)
     return [
-        ([*response.prompt_ids, *response.response_ids], len(response.prompt_ids), output.logprob_N.tolist())
+        (
+            [*response.prompt_ids, *response.response_ids],
+            len(response.prompt_ids),
+            output.logprob_N.tolist(),
+            list(response.generation_logprobs),
+        )
         for response, output in zip(responses, outputs, strict=True)
     ]
+
+
+def test_top_k_and_top_p_choose_tokens_and_leave_log_probabilities_alone(inputs: Path) -> None:
+    """Engine and trainer, whose vocabulary is padded, give each token its share of the whole distribution at 0.7."""
+    argv = arguments(inputs, *LAYOUTS["tp2"], "--rollout-temperature", "0.7", "--rollout-top-p", "0.8")
+    argv += ["--rollout-top-k", "20"]
+    argv[argv.index("--make-vocab-size-divisible-by") + 1] = "64"
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
+    results = run_ranks(2, _logprobs, argv)[0]
+    assert len(results) == 16
+    for ids, first_generated, trained, generated in results:
+        assert torch.allclose(torch.tensor(generated), torch.tensor(trained), rtol=0, atol=1e-4)
+        with torch.no_grad():
+            rows = (model(input_ids=torch.tensor([ids])).logits[0, first_generated - 1 : -1] / 0.7).log_softmax(-1)
+        for row, token, logprob in zip(rows, ids[first_generated:], generated, strict=True):
+            assert logprob == pytest.approx(row[token].item(), abs=1e-4)
+            best = row.topk(20).values.exp()
+            likelier = best[best > row[token].exp() * (1 + 1e-4)]  # not those that rounding may have put behind it
+            assert len(likelier) < 20 and likelier.sum() < 0.8 * best.sum() + 1e-4
 
 
 @pytest.mark.parametrize("name", ["pp2", "tp2-sp-bf16"])
