@@ -22,6 +22,7 @@ from megatron_logra.checkpoint.placement import WHOLE, Placed, place_parameters
 from megatron_logra.checkpoint.torch_dist import FORMAT_FILE, METADATA_FILE, Block, StoredFolder
 from megatron_logra.hf.assemble import merge_shards
 from megatron_logra.hf.config import ModelShape
+from megatron_logra.hf.stored import of_layer
 from megatron_logra.optim.split_master import join_split
 
 RECORD_FILE = "huggingface.json"
@@ -85,7 +86,7 @@ class MegatronCheckpoint:
             yield name, whole.pop(name).to(self.dtypes[name])
 
     def _read_parameter(self, placed: Placed) -> Tensor:
-        key = placed.blocks[0].key
+        key = of_layer(placed.blocks[0]).key
         if self._master and _MASTER + key in self._stored.tensors:
             return self._read_stored(placed, _MASTER)
         weight = self._read_stored(placed, "")
@@ -94,7 +95,8 @@ class MegatronCheckpoint:
         return weight
 
     def _read_stored(self, placed: Placed, prefix: str) -> Tensor:
-        dtype = self._stored.tensors[prefix + placed.blocks[0].key].dtype
+        held = [of_layer(stored) for stored in placed.blocks] if prefix else placed.blocks
+        dtype = self._stored.tensors[prefix + held[0].key].dtype
         local = torch.empty(placed.parameter.shape, dtype=dtype)
         blocks = [
             Block(
@@ -105,9 +107,9 @@ class MegatronCheckpoint:
                 dtype=dtype,
                 data=local[stored.rows].view(*(1,) * stored.num_stacked, *local[stored.rows].shape),
             )
-            for stored in placed.blocks
+            for stored in held
         ]
-        padded = frozenset(prefix + stored.key for stored in placed.blocks if stored.is_padded)
+        padded = frozenset(prefix + stored.key for stored in held if stored.is_padded)
         self._stored.load(blocks, padded=padded)
         return local
 

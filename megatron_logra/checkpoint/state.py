@@ -4,6 +4,9 @@
     optimizer.remainder.KEY   16-bit halves of split masters           optimizer.master.KEY     fp32 masters
     optimizer.moment2.KEY     second moment of each row (RowAdam)      optimizer.exp_avg[_sq].KEY   Adam
 
+Weights are stacked over layers. States have their layer's number in the key (`hf.stored.of_layer`), because only some
+layers may be trained.
+
 Every tensor is written by one rank: replicas and ranks that hold the same values leave it to the first of them, masters
 and Adam states that replicas divide among themselves are written by those that keep them. Every rank reads whatever it
 holds, into the tensors that training uses.
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_logra.checkpoint.torch_dist import Block
-from megatron_logra.hf.stored import StoredBlock, stored_blocks
+from megatron_logra.hf.stored import StoredBlock, of_layer, stored_blocks
 from megatron_logra.hf.table import LocalParameter
 from megatron_logra.mcore.dense import DenseOptimizer
 from megatron_logra.mcore.policy import Policy
@@ -162,7 +165,11 @@ def _range(prefix: str, held: _Held, values: Tensor, first: int, *, is_written: 
 def _block(
     prefix: str, stored: StoredBlock, tensor: Tensor, row: int, column: int | None, *, is_written: bool
 ) -> StateBlock:
-    """`tensor` as the part of a stored block that begins at `row` and `column` of it."""
+    """`tensor` as the part of a stored block that begins at `row` and `column` of it.
+
+    Weights are stacked over layers; states of optimizers are not, because some layers may have none.
+    """
+    stored = of_layer(stored) if prefix else stored
     offset = list(stored.offset)
     offset[stored.num_stacked] += row
     if len(offset) > stored.num_stacked + 1:

@@ -177,7 +177,7 @@ def load_checkpoint(folder: Path, trained: Trained, device: torch.device, *, fal
 
     Raises:
         ValueError: there is no whole checkpoint, or it was made with settings that this run does not have; nothing was
-            changed. (`RuntimeError` on ranks that see nothing wrong themselves.)
+            changed.
     """
     groups = trained.policy.groups
     world = groups.world
@@ -189,9 +189,9 @@ def load_checkpoint(folder: Path, trained: Trained, device: torch.device, *, fal
     for number, iteration in enumerate(iterations):
         place = checkpoint_folder(folder, iteration)
         try:
-            state = run_on_all_ranks(lambda: _open(place, groups.rank, groups.size), world, device)  # noqa: B023
+            state = _open_on_all_ranks(place, world)
             break
-        except (ValueError, RuntimeError) as error:
+        except ValueError as error:
             if not fall_back:
                 raise ValueError(f"{error}; not falling back to an older checkpoint (--no-fallback)") from error
             if number == len(iterations) - 1:
@@ -215,6 +215,20 @@ def load_checkpoint(folder: Path, trained: Trained, device: torch.device, *, fal
         trained.optimizer.draw_projections()
     if trained.dense is not None:
         trained.dense.resume_at(int(state["num_updates"]))
+    return state
+
+
+def _open_on_all_ranks(place: Path, world: ProcessGroup) -> dict[str, Any]:
+    """The state of a checkpoint that is whole; ValueError on all ranks, with what any of them found wrong."""
+    state, problem = {}, ""
+    try:
+        state = _open(place, dist.get_rank(world), dist.get_world_size(world))
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    problems = [problem] * dist.get_world_size(world)
+    dist.all_gather_object(problems, problem, group=world)
+    if any(problems):
+        raise ValueError("; ".join(sorted({problem for problem in problems if problem})))
     return state
 
 

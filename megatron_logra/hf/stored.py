@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .config import ModelShape
 from .table import LocalParameter
@@ -113,6 +113,23 @@ def module_states(shape: ModelShape) -> dict[str, tuple[int, ...]]:
             states[f"decoder.layers.{name}._extra_state"] = counts
     states["output_layer._extra_state"] = (1,)
     return states
+
+
+def of_layer(stored: StoredBlock) -> StoredBlock:
+    """The block in a tensor of its layer alone, which exists for some layers only: states of what is trained.
+
+    The layer's number moves from the first axis into the key: `decoder.layers.3.self_attention.linear_qkv.weight`.
+    """
+    prefix = "decoder.layers."
+    if not stored.key.startswith(prefix):
+        return stored
+    return replace(
+        stored,
+        key=f"{prefix}{stored.offset[0]}.{stored.key.removeprefix(prefix)}",
+        global_shape=stored.global_shape[1:],
+        offset=stored.offset[1:],
+        num_stacked=stored.num_stacked - 1,
+    )
 
 
 def _key_of(megatron_name: str, layers: Mapping[int, int], has_experts: bool) -> tuple[str, list[int]]:

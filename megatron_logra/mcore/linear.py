@@ -172,7 +172,8 @@ class SketchedColumnParallelLinear(ColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """`[S(/tp), B, I] -> [S, B, O/tp]`; returns the output and, with `skip_bias_add`, the bias."""
         if self.target is None:
-            if self.weight.requires_grad:
+            # Megatron's own linear makes the weight's gradient; it has no forward mode, which the probe needs.
+            if self.weight.requires_grad and torch.is_grad_enabled():
                 return super().forward(input_, weight, runtime_gather_output)
             output = F.linear(self._whole_input(input_), self.weight)
         else:
@@ -223,7 +224,7 @@ class SketchedRowParallelLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """`[S, B, I/tp] -> [S(/tp), B, O]`, summed over TP; returns the output and, with `skip_bias_add`, the bias."""
         if self.target is None:
-            if self.weight.requires_grad:
+            if self.weight.requires_grad and torch.is_grad_enabled():
                 return super().forward(input_)
             output = F.linear(input_, self.weight)
         else:

@@ -114,6 +114,7 @@ def assert_same_contents(first: dict[str, Tensor], second: dict[str, Tensor]) ->
 SPLIT = {"dtype": torch.bfloat16, "master": "split"}
 SHARED_SPLIT = SPLIT | {"shard_master": True}
 NON_TARGETS = SPLIT | {"train_non_targets": True}
+SOME_LAYERS = NON_TARGETS | {"targets": ("*.o_proj", "model.layers.[12].mlp.*")}
 ADAM = {"adam": True}
 ADAM_BF16 = ADAM | {"dtype": torch.bfloat16}
 ADAM_SHARED = ADAM_BF16 | {"distributed": True}
@@ -122,6 +123,7 @@ SAVED: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "fp32 master": ("biased", Layout(tp=2, dp=2), {"dtype": torch.bfloat16, "master": "fp32"}),
     "experts": ("moe", Layout(tp=2, dp=2, ep=2, etp=2, sp=True), SPLIT),
     "non-targets": ("biased", Layout(tp=2, pp=2, sp=True), NON_TARGETS),
+    "some layers": ("biased", Layout(tp=2), SOME_LAYERS),
     "adam": ("tied", Layout(tp=2, dp=2), ADAM_SHARED),
     "adam fp32": ("moe", Layout(tp=2, pp=2, sp=True), ADAM),
 }
@@ -141,6 +143,7 @@ LOADED: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "experts over ep4": ("experts", Layout(dp=4, ep=4), SHARED_SPLIT),
     "non-targets tp4": ("non-targets", Layout(tp=4), NON_TARGETS),
     "non-targets, divided": ("non-targets", Layout(dp=2), NON_TARGETS | {"distributed": True}),
+    "some layers pp2": ("some layers", Layout(pp=2), SOME_LAYERS),
     "adam tp1": ("adam", Layout(), ADAM_BF16),
     "adam dp4, divided": ("adam", Layout(dp=4), ADAM_SHARED),
     "adam pp2-tp2, divided": ("adam", Layout(tp=2, pp=2), ADAM_SHARED),
