@@ -149,8 +149,13 @@ def _training_checkpoint(source: Path, folder: Path) -> None:
         elif key == "decoder.final_layernorm.weight":
             parts["optimizer.master."] = whole
         for prefix, data in parts.items():
-            shape = tuple(data.shape)
-            blocks.append(Block(prefix + key, shape, (0,) * len(shape), shape, data.dtype, data))
+            of_layers = {prefix + key: data}
+            if prefix and key.startswith("decoder.layers."):  # states are not stacked: some layers may have none
+                rest = key.removeprefix("decoder.layers.")
+                of_layers = {f"{prefix}decoder.layers.{number}.{rest}": one for number, one in enumerate(data)}
+            for name, one in of_layers.items():
+                shape = tuple(one.shape)
+                blocks.append(Block(name, shape, (0,) * len(shape), shape, one.dtype, one))
     save_blocks(partial, blocks, common={"iteration": 3}, group=None)
     write_format(partial)
     publish(partial, folder, 3)
